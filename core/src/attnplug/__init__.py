@@ -1,0 +1,1 @@
+"""Attention kernels as plugins for LLM serving."""

@@ -1,0 +1,1 @@
+"""Building of backends: what they get, and how they are put together."""

@@ -1,0 +1,145 @@
+"""Parts and paddings of a batch, so that wrappers and graph runners need no look-alikes."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from .batch import ForwardBatch
+from .errors import BatchError
+from .modes import KVSpace
+
+
+def _starts(lens: tuple[int, ...]) -> list[int]:
+    return [0, *accumulate(lens)]
+
+
+def token_slices(batch: ForwardBatch, start: int, stop: int) -> tuple[slice, slice]:
+    """Return which query rows, and which encoder rows, belong to requests ``start … stop``."""
+    rows = _starts(batch.query_lens_cpu)
+    encoder = _starts(batch.encoder_new_lens_cpu or (0,) * batch.batch_size)
+    return slice(rows[start], rows[stop]), slice(encoder[start], encoder[stop])
+
+
+def slice_batch(batch: ForwardBatch, start: int, stop: int) -> ForwardBatch:
+    """Return requests ``start … stop``; see ``ForwardBatch.slice``."""
+    if not 0 <= start <= stop <= batch.batch_size:
+        raise BatchError([f"slice {start} … {stop} of a batch of {batch.batch_size} requests"])
+    requests = slice(start, stop)
+    tokens, encoder = token_slices(batch, start, stop)
+    mirror = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu[requests]
+    exact = batch.seq_lens_cpu_exact and mirror is not None
+    extend_lens = None if batch.extend_seq_lens_cpu is None else batch.extend_seq_lens_cpu[requests]
+    starts = batch.extend_start_loc
+    plan = batch.kv_loc_plan
+    return ForwardBatch(
+        forward_mode=batch.forward_mode,
+        logical_forward_mode=batch.logical_forward_mode,
+        batch_size=stop - start,
+        num_padding=max(0, stop - max(start, batch.batch_size - batch.num_padding)),
+        req_pool_indices=batch.req_pool_indices[requests],
+        seq_lens=batch.seq_lens[requests],
+        seq_lens_cpu=mirror,
+        # Without a mirror the whole batch's numbers are bounds of the part's.
+        seq_lens_cpu_exact=exact,
+        seq_lens_sum=batch.seq_lens_sum if mirror is None else int(mirror.sum()),
+        max_seq_len=batch.max_seq_len if mirror is None else int(mirror.max()) if mirror.numel() else 0,
+        positions=batch.positions[tokens],
+        out_cache_loc=batch.out_cache_loc[tokens],
+        extend_seq_lens=None if batch.extend_seq_lens is None else batch.extend_seq_lens[requests],
+        extend_prefix_lens=None if batch.extend_prefix_lens is None else batch.extend_prefix_lens[requests],
+        extend_start_loc=None if starts is None else starts[requests] - tokens.start,
+        extend_seq_lens_cpu=extend_lens,
+        extend_prefix_lens_cpu=None if batch.extend_prefix_lens_cpu is None else batch.extend_prefix_lens_cpu[requests],
+        extend_num_tokens=0 if extend_lens is None else sum(extend_lens),
+        encoder_lens=None if batch.encoder_lens is None else batch.encoder_lens[requests],
+        encoder_lens_cpu=None if batch.encoder_lens_cpu is None else batch.encoder_lens_cpu[requests],
+        encoder_new_lens_cpu=None if batch.encoder_new_lens_cpu is None else batch.encoder_new_lens_cpu[requests],
+        encoder_out_cache_loc=None if batch.encoder_out_cache_loc is None else batch.encoder_out_cache_loc[encoder],
+        spec_info=None if batch.spec_info is None else batch.spec_info.rows(start, stop, batch.seq_lens),
+        kv_loc_plan=None if plan is None else plan.slice(requests, tokens, encoder),
+        state=None if batch.state is None else batch.state.rows(requests),
+    )
+
+
+def pad_batch(batch: ForwardBatch, batch_size: int, *, seq_len_fill: int, sink_slot: int) -> ForwardBatch:
+    """Return the batch with padding requests; see ``ForwardBatch.pad``. Uniform query widths only."""
+    extra = batch_size - batch.batch_size
+    if extra == 0:
+        return batch
+    widths = set(batch.query_lens_cpu)
+    if extra < 0 or len(widths) > 1:
+        raise BatchError([f"cannot pad {batch.batch_size} requests with query widths {sorted(widths)} to {batch_size}"])
+    width = widths.pop() if widths else 1
+
+    def grow(t: torch.Tensor, count: int, fill: int) -> torch.Tensor:
+        return torch.cat([t, torch.full((count,), fill, dtype=t.dtype, device=t.device)])
+
+    def grow_opt(t: torch.Tensor | None, fill: int) -> torch.Tensor | None:
+        return None if t is None else grow(t, extra, fill)
+
+    def grow_host(t: tuple[int, ...] | None, fill: int) -> tuple[int, ...] | None:
+        return None if t is None else t + (fill,) * extra
+
+    # Under target-verify seq_lens leaves the window out; elsewhere it holds the padding row's queries too.
+    fill = seq_len_fill if batch.forward_mode.is_target_verify else max(seq_len_fill, width)
+    tokens = batch.num_tokens
+    extending = batch.extend_seq_lens is not None
+    plan = batch.kv_loc_plan
+    if plan is not None:
+        writes = {
+            space: slots if space is KVSpace.ENCODER else grow(slots, extra * width, sink_slot)
+            for space, slots in plan.write_slots.items()
+        }
+        plan = type(plan)(plan.translator_id, grow(plan.req_pool_indices, extra, 0), writes, plan.layer_spaces)
+    state = batch.state
+    if state is not None:
+        state = type(state)(
+            slots=grow(state.slots, extra, -1),
+            has_initial_state=grow(state.has_initial_state, extra, 0),
+            track_slots=grow_opt(state.track_slots, -1),
+            track_lens=grow_opt(state.track_lens, 0),
+        )
+    return batch.replace(
+        batch_size=batch_size,
+        num_padding=batch.num_padding + extra,
+        req_pool_indices=grow(batch.req_pool_indices, extra, 0),
+        seq_lens=grow(batch.seq_lens, extra, fill),
+        seq_lens_cpu=None if batch.seq_lens_cpu is None else grow(batch.seq_lens_cpu, extra, fill),
+        seq_lens_sum=batch.seq_lens_sum + extra * fill,
+        max_seq_len=max(batch.max_seq_len, fill),
+        positions=grow(batch.positions, extra * width, 0),
+        out_cache_loc=grow(batch.out_cache_loc, extra * width, sink_slot),
+        extend_seq_lens=grow_opt(batch.extend_seq_lens, width),
+        extend_prefix_lens=grow_opt(batch.extend_prefix_lens, fill - width),
+        extend_start_loc=torch.cat(
+            [batch.extend_start_loc, tokens + width * torch.arange(extra, dtype=torch.int32, device=batch.device)]
+        )
+        if batch.extend_start_loc is not None
+        else None,
+        extend_seq_lens_cpu=grow_host(batch.extend_seq_lens_cpu, width),
+        extend_prefix_lens_cpu=grow_host(batch.extend_prefix_lens_cpu, fill - width),
+        extend_num_tokens=batch.extend_num_tokens + extra * width if extending else 0,
+        encoder_lens=grow_opt(batch.encoder_lens, 0),
+        encoder_lens_cpu=grow_host(batch.encoder_lens_cpu, 0),
+        encoder_new_lens_cpu=grow_host(batch.encoder_new_lens_cpu, 0),
+        spec_info=_pad_spec_info(batch, extra),
+        kv_loc_plan=plan,
+        state=state,
+    )
+
+
+def _pad_spec_info(batch: ForwardBatch, extra: int) -> object:
+    info = batch.spec_info
+    if info is None or info.parents is None:
+        return info
+    row = torch.arange(-1, info.draft_token_num - 1, dtype=info.parents.dtype, device=info.parents.device)
+    return type(info)(
+        info.draft_token_num,
+        info.mask,
+        info.mask_row,
+        info.mask_seq_lens,
+        torch.cat([info.parents, row.expand(extra, -1)]),
+        None if info.accept_lens is None else torch.cat([info.accept_lens, info.accept_lens.new_zeros(extra)]),
+    )

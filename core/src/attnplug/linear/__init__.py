@@ -1,0 +1,1 @@
+"""Linear attention: layers whose memory is a state instead of keys and values."""

@@ -1,0 +1,1 @@
+"""Masks that position alone does not decide."""

@@ -1,0 +1,1 @@
+"""Attention in plain PyTorch: the complete reference backend."""
