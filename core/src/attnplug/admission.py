@@ -1,7 +1,7 @@
 """Whether a backend's declaration covers a layer: every reason against it, standard library only.
 
-``select`` asks before weights load; ``AttentionBackend`` asks again when it first sees a layer, so that a backend which was
-built by hand refuses as one that was resolved would.
+``select`` asks before weights load; ``AttentionBackend`` asks again when it first sees a layer, so that a backend which
+was built by hand refuses as one that was resolved would.
 """
 
 from __future__ import annotations

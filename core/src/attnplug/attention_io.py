@@ -1,10 +1,10 @@
-"""What goes into a layer's call beside q, k and v, and what comes out: typed, so that rows can be narrowed generically."""
+"""What goes into a layer's call beside q, k and v, and what comes out: typed, so that rows can be narrowed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,41 +22,37 @@ class AttentionOutput(NamedTuple):
     """Further results by name, such as an indexer's output."""
 
 
-def _query_rows() -> Any:
-    return field(default=None, metadata={"rows": "query"})
-
-
-def _kv_rows() -> Any:
-    return field(default=None, metadata={"rows": "kv"})
+_QUERY = {"rows": "query"}
+_KV = {"rows": "kv"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionExtras:
-    """Optional inputs of a layer's call. A field marked as query rows has T rows, one marked as KV rows as many as k."""
+    """Optional inputs of a layer's call. Fields of query rows have T rows, those of KV rows as many as k."""
 
     return_lse: bool = False
     """Ask for the LSE; sinks are then left out of output and LSE, so that states merge, and the caller applies them."""
     mla_form: MlaForm | None = None
     """Which form an MLA layer is computed in; required for MLA layers."""
-    q_nope: Tensor | None = _query_rows()
+    q_nope: Tensor | None = field(default=None, metadata=_QUERY)
     """Absorbed MLA: queries in the latent space, [T, Hq, C]."""
-    q_rope: Tensor | None = _query_rows()
+    q_rope: Tensor | None = field(default=None, metadata=_QUERY)
     """Absorbed MLA: rotated part of the queries, [T, Hq, R]."""
-    latent: Tensor | None = _kv_rows()
+    latent: Tensor | None = field(default=None, metadata=_KV)
     """MLA: new latent rows to store, [T, C]."""
-    k_rope: Tensor | None = _kv_rows()
+    k_rope: Tensor | None = field(default=None, metadata=_KV)
     """MLA: new rotated key rows to store, [T, R]."""
     chunk_indptr: Tensor | None = None
     """CHUNKED_PREFIX: [B + 1] int64 device; request b's rows of k and v are chunk_indptr[b] … chunk_indptr[b + 1]."""
     chunk_lens_cpu: tuple[int, ...] | None = None
     """CHUNKED_PREFIX: the same lengths on the host, one a request."""
-    topk_indices: Tensor | None = _query_rows()
+    topk_indices: Tensor | None = field(default=None, metadata=_QUERY)
     """Sparse attention: positions or blocks to read, [T, K] int32, -1 where fewer."""
-    idx_q: Tensor | None = _query_rows()
+    idx_q: Tensor | None = field(default=None, metadata=_QUERY)
     """Sparse attention: the indexer's queries."""
-    idx_k: Tensor | None = _kv_rows()
+    idx_k: Tensor | None = field(default=None, metadata=_KV)
     """Sparse attention: the indexer's new keys."""
-    idx_v: Tensor | None = _kv_rows()
+    idx_v: Tensor | None = field(default=None, metadata=_KV)
     """Sparse attention: the indexer's new values."""
 
     def narrow(self, query: slice, kv: slice) -> AttentionExtras:

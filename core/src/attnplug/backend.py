@@ -35,7 +35,7 @@ class AttentionBackend:
     forward_metadata: Any = None
     """This step's compiled object; can be snapshot and restored."""
     needs_cpu_seq_lens: bool = True
-    """Whether decode and verify steps read ``seq_lens_cpu``; extend steps always bring it, their lengths being the host's."""
+    """Whether decode and verify steps read ``seq_lens_cpu``; extend steps always bring it."""
     use_captured_forward_metadata_for_breakable_cuda_graph: bool = False
     prefill_cuda_graph_max_batch_size: int | None = None
     """Most requests of a captured prefill; None: no bound of its own."""
@@ -128,7 +128,7 @@ class AttentionBackend:
         raise NotImplementedError(f"{type(self).__name__} must compile metadata")
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Do the static-shape device work of a step's metadata: recorded once, replayed. No host synchronisation here."""
+        """Do the static-shape device work of a step's metadata: recorded once, replayed, never synchronising."""
 
     # Execution
 

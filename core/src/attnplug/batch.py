@@ -42,8 +42,8 @@ class LinearState(BaseModel):
 class ForwardBatch(BaseModel):
     """A step's batch, frozen and validated once, at the boundary; a backend never writes to it.
 
-    ``seq_lens`` counts by mode: all KV positions after the step (EXTEND, DECODE, MIXED, DRAFT_EXTEND, SPLIT_PREFILL, DLLM_EXTEND),
-    or those before the draft window (TARGET_VERIFY). Kernels take ``kv_lens(space)`` and never re-derive it.
+    ``seq_lens`` counts by mode: all KV positions after the step (EXTEND, DECODE, MIXED, DRAFT_EXTEND, SPLIT_PREFILL,
+    DLLM_EXTEND), or those before the draft window (TARGET_VERIFY). Kernels take ``kv_lens(space)``, never their own.
     """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True, extra="forbid")

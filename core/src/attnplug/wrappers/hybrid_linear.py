@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ..backend import AttentionBackend
+from ..batch import ForwardBatch
 from ..modes import ForwardMode
 from .composite import CompositeBackend, StepPart
-from ..batch import ForwardBatch
 
 
 class HybridLinearAttnBackend(CompositeBackend):
