@@ -119,7 +119,8 @@ def _extend_problems(batch: ForwardBatch, lens: Tensor) -> list[str]:
         real = slice(0, batch.batch_size - batch.num_padding)
         if bool((prefix + extend != lens)[real].any()):
             problems.append(
-                f"extend_prefix_lens {prefix.tolist()} + extend_seq_lens {extend.tolist()} must be seq_lens {lens.tolist()}"
+                f"extend_prefix_lens {prefix.tolist()} + extend_seq_lens {extend.tolist()} "
+                f"must be seq_lens {lens.tolist()}"
             )
     if batch.extend_start_loc is not None:
         start = batch.extend_start_loc.cpu().long()

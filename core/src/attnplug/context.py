@@ -1,4 +1,4 @@
-"""Which backend serves the forward that is running: published around it, overridden for a part of it, always restored."""
+"""Which backend serves the running forward: published around it, overridden for a part of it, always restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What layers read during one forward. Replace it with ``dataclasses.replace`` for a sub-batch, stream or draft loop."""
+    """What layers read during one forward; ``dataclasses.replace`` it for a sub-batch, stream or draft loop."""
 
     attn_backend: AttentionBackend
     stream_group: int = 0

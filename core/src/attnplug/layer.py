@@ -24,7 +24,8 @@ def _scale(value: float | Tensor | None) -> float:
 class AttentionLayer(nn.Module):
     """One layer of attention, served by the backend of the current ``ForwardContext``.
 
-    scores = (q·k)·scaling, then the soft cap ``cap·tanh(s/cap)``, then masks, then sinks in the softmax's denominator only.
+    scores = (q·k)·scaling; then the soft cap ``cap·tanh(s/cap)``; then masks; then sinks join the softmax's
+    denominator only.
 
     Args:
         num_heads: Query heads of this rank, Hq.
@@ -35,7 +36,8 @@ class AttentionLayer(nn.Module):
         v_head_dim: Width of a value head, Dv; -1 means head_dim.
         logit_cap: Soft cap; 0 means none.
         logit_capping_method: 'tanh', the only one in the contract.
-        sliding_window_size: -1 means none; w lets a query at p see keys p-w … p, w+1 of them. A model's "window W" is w = W-1.
+        sliding_window_size: -1 means none; w lets a query at p see keys p-w … p, w+1 of them. A model's "window W" is
+            w = W-1.
         is_cross_attention: Reads the encoder's KV space, without causality.
         attn_type: Which keys are visible before windows and masks.
         sinks: A logit a query head, [Hq]; kept as given, float32 recommended.

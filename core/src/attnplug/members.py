@@ -1,4 +1,4 @@
-"""Every member of the contract with its scope and with how a wrapper combines its children's: the table that tests read."""
+"""Every member of the contract with its scope and how a wrapper combines its children's: the table tests read."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ MEMBERS: dict[str, Member] = {
     "commit_verify": Member(_STEP, Reducer.EACH),
     "close": Member(_LIFE, Reducer.EACH),
 }
-"""Public member → scope and reducer. A member of the base class that is not here fails a test, and so does one here that a
-wrapper leaves at the base's default."""
+"""Public member → scope and reducer. A member of the base class that is not here fails a test, and so does one here
+that a wrapper leaves at the base's default."""

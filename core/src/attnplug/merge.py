@@ -24,8 +24,8 @@ class AttentionState(NamedTuple):
 def merge_state(o1: Tensor, s1: Tensor, o2: Tensor, s2: Tensor) -> AttentionState:
     """Merge two states over disjoint keys into the state over both.
 
-    The result equals attention over the union of the keys. Computed in float32, or in float64 where an input is. A row whose
-    LSE is −inf on both sides gives zeros and −inf; a −inf side's output is not read, so it may hold NaN.
+    The result equals attention over the union of the keys. Computed in float32, or in float64 where an input is. A row
+    whose LSE is −inf on both sides gives zeros and −inf; a −inf side's output is not read, so it may hold NaN.
 
     Args:
         o1: Normalised output of the first part, [T, Hq, Dv].

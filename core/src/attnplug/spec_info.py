@@ -20,7 +20,7 @@ class SpecInfo:
     mask_row: int = 0
     """Row of the mask's batch that this batch's first request is: a slice of a batch reads the same buffer."""
     mask_seq_lens: Tensor | None = None
-    """[B of the mask] int64, device: cached lengths of the whole batch the mask was filled for; None: this batch's own."""
+    """[B of the mask] int64, device: cached lengths of the batch the mask was filled for; None: this batch's own."""
     parents: Tensor | None = None
     """[B, W] int64, device: each draft's parent in the window, -1 for the root; None for a chain."""
     accept_lens: Tensor | None = None

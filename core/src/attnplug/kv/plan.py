@@ -15,7 +15,8 @@ class KVIndexTable:
     """Rows to gather slots from: position j of request b is ``ids[row_ids[b], j // entry_page_size]``.
 
     With ``entry_page_size`` 1 an entry is a token's slot; otherwise it is a page, and the slot is
-    ``entry · entry_page_size + j mod entry_page_size``. A view: the scheduler may overwrite rows after the declared read end.
+    ``entry · entry_page_size + j mod entry_page_size``. A view: the scheduler may overwrite rows after the declared
+    read end.
     """
 
     ids: Tensor

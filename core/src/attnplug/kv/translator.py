@@ -1,7 +1,7 @@
 """The one place where a request's positions become slots: every read and write goes through it, exactly once.
 
-On a plain pool, where the scheduler's slots are the pool's, it passes tensors through and launches nothing; what a kernel
-needs packed (a CSR stream or a page table) it packs on the device without a synchronisation.
+On a plain pool, where the scheduler's slots are the pool's, it passes tensors through and launches nothing; what a
+kernel needs packed (a CSR stream or a page table) it packs on the device without a synchronisation.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class KVIndexTranslator:
 
     Args:
         pool: Whose slots are addressed.
-        req_to_token: [R, max_context] int32, device: the slot of each position, a row a request; row 0 is the padding row
-            and names the sink. The scheduler owns and overwrites it.
+        req_to_token: [R, max_context] int32, device: the slot of each position, a row a request; row 0 is the padding
+            row and names the sink. The scheduler owns and overwrites it.
         encoder_req_to_token: The same for the encoder's space, where the model has one.
         layer_spaces: The space of each layer; layers left out are in the full one.
     """

@@ -1,4 +1,4 @@
-"""What every wrapper is: children, a routing rule, and each member of the contract combined as ``attnplug.members`` says."""
+"""What every wrapper is: children, a routing rule, and each member combined as ``attnplug.members`` says."""
 
 from __future__ import annotations
 
