@@ -1,7 +1,7 @@
 """The one place that reads installed metadata: one scan a process, cached, and what is derived from it.
 
-The standard library's ``importlib.metadata`` has everything used here since Python 3.10, the oldest Python served, so no
-backport is needed. (Importing the backport would also replace the finder of the whole process, which a library should
+The standard library's ``importlib.metadata`` has all that is used here since Python 3.10, the oldest Python served:
+no backport is needed. (Importing the backport would also replace the finder of the whole process, which a library should
 not do to an inference server.)
 """
 

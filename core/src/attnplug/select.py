@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from . import known
-from .catalog import Catalog, unknown, unusable
+from .catalog import Catalog
 from .decision import Candidate, Choice, Decision, Rejection
 from .device import DeviceFacts, describe_device
 from .entry import Entry, State
-from .errors import AttnplugError, BackendConflict, BackendLoadError, BackendRejected, Reason
+from .errors import BackendLoadError, BackendRejected, Reason
 from .model_spec import ModelSpec
+from .pairing import combine, common_layouts, common_page_size
+from .ranking import AUTO, Ranking, Wish, rank, rank_wish
 from .request import Deployment, Request, Role, Speculation, make_requests
-from .spec import CONTRACT, BackendSpec, Kind
-from .verdict import verdict
+from .spec import CONTRACT
 
 if TYPE_CHECKING:
     from .config import AttentionConfig
 
 __all__ = ["Candidate", "Choice", "Decision", "Deployment", "Prober", "Request", "Role", "Speculation", "resolve"]
-
-AUTO = "auto"
-_COMMON_PAGE_SIZES = (64, 16, 32, 128, 1, 256)
 
 
 class Prober(Protocol):
@@ -37,32 +33,6 @@ class Prober(Protocol):
     def preferred(self, request: Request) -> Sequence[str]:
         """Return a platform's own order of names for a request, best first; empty where it has none."""
         ...
-
-
-class _Wish(NamedTuple):
-    """What the configuration asks for a role, and the rung that asked."""
-
-    names: tuple[str, ...]
-    rung: str
-    source: str
-
-    @property
-    def is_exact(self) -> bool:
-        return len(self.names) == 1 and self.names[0] != AUTO
-
-
-@dataclass(slots=True)
-class _Ranking:
-    """A role's candidates, best first, and why the others are none."""
-
-    request: Request
-    wish: _Wish
-    fits: list[Entry] = field(default_factory=list)
-    rejected: dict[str, list[Reason]] = field(default_factory=dict)
-
-    def reject(self, entry: Entry, *reasons: Reason) -> None:
-        self.fits = [one for one in self.fits if one.name != entry.name]
-        self.rejected.setdefault(entry.name, []).extend(reasons)
 
 
 def resolve(
@@ -101,80 +71,29 @@ def resolve(
 
         prober = BackendManager(catalog, config)
     requests = make_requests(model, config, facts, deployment)
-    rankings = [_rank(request, _wish(request.role, config), catalog, prober.preferred(request)) for request in requests]
+    rankings = [
+        rank_wish(request, _wish(request.role, config), catalog, prober.preferred(request)) for request in requests
+    ]
     _require_some(rankings, catalog)
     while True:
-        combination = _combine(rankings, catalog)
-        failed = _probe(combination, rankings, prober)
+        combination = combine(rankings)
+        failed = _probe(combination, rankings, prober, config.attention.fallback, catalog)
         if not failed:
             break
         _require_some(rankings, catalog)
     return _decide(combination, rankings, config, catalog, facts, model)
 
 
-def rank(request: Request, names: Sequence[str], catalog: Catalog, preferred: Sequence[str] = ()) -> list[Entry]:
-    """Return the backends that fit a request, best first, told from specs alone.
-
-    Args:
-        request: What one role asks.
-        names: Names in order of preference; "auto" stands for every other one.
-        catalog: What is installed.
-        preferred: A platform's order among those that "auto" stands for.
-    """
-    return _rank(request, _Wish(tuple(names), "code", ""), catalog, preferred).fits
-
-
-def _rank(request: Request, wish: _Wish, catalog: Catalog, preferred: Sequence[str]) -> _Ranking:
-    ranking = _Ranking(request, wish)
-    keys: dict[str, tuple[object, ...]] = {}
-    for place, name in enumerate(wish.names):
-        for entry in _entries(name, wish, catalog, ranking):
-            if entry.name in keys or entry.name in ranking.rejected:
-                continue
-            if not entry.state.usable or entry.spec is None:
-                ranking.rejected[entry.name] = [Reason("state", "a usable backend", entry.state.value), *entry.reasons]
-                continue
-            reasons = verdict(entry.spec, request)
-            if reasons:
-                ranking.rejected[entry.name] = list(reasons)
-                continue
-            ranking.fits.append(entry)
-            keys[entry.name] = (place, *_auto_key(entry.spec, request, preferred))
-    ranking.fits.sort(key=lambda entry: keys[entry.name])
-    return ranking
-
-
-def _entries(name: str, wish: _Wish, catalog: Catalog, ranking: _Ranking) -> Iterable[Entry]:
-    """Return the rows that one asked name stands for."""
-    if name == AUTO:
-        listed = {one for one in wish.names if one != AUTO}
-        return [entry for entry in catalog.entries if entry.name not in listed]
-    if wish.is_exact:
-        return [catalog.require(name)]
-    if name not in catalog.names and name in known.DISTRIBUTIONS:
-        # A list is written for several machines: one that is merely not installed here gives way, a typo does not.
-        hint = known.install_command(name)
-        ranking.rejected[name] = [Reason("installed", f"a distribution announcing {name}", f"none; {hint}")]
-        return []
-    return [catalog.get(name)]
-
-
-def _auto_key(spec: BackendSpec, request: Request, preferred: Sequence[str]) -> tuple[object, ...]:
-    order = {name: place for place, name in reversed(list(enumerate(preferred)))}
-    waits_for_host = request.overlap and spec.needs_cpu_seq_lens
-    return (order.get(spec.name, len(preferred)), spec.experimental, -spec.priority, waits_for_host, spec.name)
-
-
-def _wish(role: Role, config: AttentionConfig) -> _Wish:
+def _wish(role: Role, config: AttentionConfig) -> Wish:
     for key in (role.key, role.key.replace("draft.", "")):
         names = config.names(key)
         if names is not None:
             rung = config.rung(key)
-            return _Wish(names, rung.name, rung.source)
+            return Wish(names, rung.name, rung.source)
     raise AssertionError(f"role {role.value} has no configuration key")
 
 
-def _require_some(rankings: Sequence[_Ranking], catalog: Catalog) -> None:
+def _require_some(rankings: Sequence[Ranking], catalog: Catalog) -> None:
     """Raise with every reason of every role that nothing fits."""
     empty = [ranking for ranking in rankings if not ranking.fits]
     if not empty:
@@ -202,74 +121,9 @@ def _require_some(rankings: Sequence[_Ranking], catalog: Catalog) -> None:
     )
 
 
-def _combine(rankings: Sequence[_Ranking], catalog: Catalog) -> list[Entry]:
-    """Return the best combination of one fitting backend a role that share page size and layouts.
-
-    Best has the least sum of places; of equals, the one that favours the earlier role.
-    """
-    ranges = [range(len(ranking.fits)) for ranking in rankings]
-    first: list[Reason] = []
-    for places in sorted(itertools.product(*ranges), key=lambda places: (sum(places), places)):
-        entries = [ranking.fits[place] for ranking, place in zip(rankings, places)]
-        clash = _clash(rankings, entries)
-        if not clash:
-            return entries
-        first = first or clash
-    names = {entry.name: tuple(first) for entry in (ranking.fits[0] for ranking in rankings)}
-    raise BackendRejected(
-        "each role has backends that fit it, but no combination of them can share the KV pools",
-        reasons=names,
-        remedy="choose one backend for the roles of a pool, set [attention] page_size, or use 'auto'",
-    )
-
-
-def _clash(rankings: Sequence[_Ranking], entries: Sequence[Entry]) -> list[Reason]:
-    """Return why some backends cannot serve their roles together."""
-    reasons = []
-    if _page_size(rankings, entries) is None and any(ranking.request.role is not Role.LINEAR for ranking in rankings):
-        accepted = "; ".join(f"{entry.name}: {entry.spec.page_sizes}" for entry in entries if entry.spec)
-        reasons.append(Reason("pair.page_sizes", "one page size for all roles", accepted))
-    for pool, layouts in _layouts(rankings, entries).items():
-        if not layouts:
-            accepted = "; ".join(
-                f"{entry.name}: {', '.join(sorted(entry.spec.kv_layouts))}" for entry in entries if entry.spec
-            )
-            reasons.append(Reason("pair.kv_layouts", f"one layout of the {pool} pool", accepted))
-    return reasons
-
-
-def _page_size(rankings: Sequence[_Ranking], entries: Sequence[Entry]) -> int | None:
-    """Return the page size asked for, or the best that every backend with a KV pool accepts."""
-    pooled = [
-        (r.request, e.spec.page_sizes)
-        for r, e in zip(rankings, entries)
-        if e.spec and r.request.role is not Role.LINEAR
-    ]
-    if not pooled:
-        return None
-    request = pooled[0][0]
-    if request.page_size is not None:
-        return request.page_size
-    # Measured habits: CUDA kernels want 64 tokens a page, a CPU wastes less with 16.
-    best = 64 if request.device.type == "cuda" else 16
-    explicit = sorted({value for _, dims in pooled for value in dims.values})
-    minima = sorted({dims.minimum for _, dims in pooled})
-    for size in dict.fromkeys((best, *_COMMON_PAGE_SIZES, *explicit, *minima)):
-        if all(size in dims for _, dims in pooled):
-            return size
-    return None
-
-
-def _layouts(rankings: Sequence[_Ranking], entries: Sequence[Entry]) -> dict[str, frozenset[str]]:
-    common: dict[str, frozenset[str]] = {}
-    for ranking, entry in zip(rankings, entries):
-        pool = ranking.request.role.pool
-        if entry.spec is not None and ranking.request.role is not Role.LINEAR:
-            common[pool] = common.get(pool, entry.spec.kv_layouts) & entry.spec.kv_layouts
-    return common
-
-
-def _probe(entries: Sequence[Entry], rankings: Sequence[_Ranking], prober: Prober) -> bool:
+def _probe(
+    entries: Sequence[Entry], rankings: Sequence[Ranking], prober: Prober, fallback: str, catalog: Catalog
+) -> bool:
     """Probe a combination; put each failure on record and return whether there was one."""
     failed = False
     for name in dict.fromkeys(entry.name for entry in entries):
@@ -281,8 +135,10 @@ def _probe(entries: Sequence[Entry], rankings: Sequence[_Ranking], prober: Probe
                 for text in prober.probe(name, users[0].request.device)
             ]
         except BackendLoadError as error:
-            if any(ranking.wish.is_exact for ranking in users):
-                raise
+            # "auto" asked for whatever works here. A backend that was named gives way only as far as fallback says.
+            for ranking in users:
+                if name in ranking.wish.names and not _give_way(ranking, name, fallback, catalog):
+                    raise
             reasons = [Reason("load", f"import {entry.dist}", error.message)]
         if reasons:
             failed = True
@@ -293,16 +149,23 @@ def _probe(entries: Sequence[Entry], rankings: Sequence[_Ranking], prober: Probe
     return failed
 
 
+def _give_way(ranking: Ranking, name: str, fallback: str, catalog: Catalog) -> bool:
+    """Return whether another may serve instead of a named backend that does not load; admits the reference."""
+    if fallback == "reference" and all(one.name != known.REFERENCE for one in ranking.fits):
+        ranking.fits += [one for one in rank(ranking.request, (AUTO,), catalog) if one.name == known.REFERENCE]
+    return fallback != "never" and any(one.name != name for one in ranking.fits)
+
+
 def _decide(
     entries: Sequence[Entry],
-    rankings: Sequence[_Ranking],
+    rankings: Sequence[Ranking],
     config: AttentionConfig,
     catalog: Catalog,
     facts: DeviceFacts,
     model: ModelSpec | None,
 ) -> Decision:
-    page_size = _page_size(rankings, entries)
-    layouts = {pool: _preferred_layout(common) for pool, common in _layouts(rankings, entries).items()}
+    page_size = common_page_size(rankings, entries)
+    layouts = {pool: _preferred_layout(common) for pool, common in common_layouts(rankings, entries).items()}
     attention = config.attention
     choices = []
     for ranking, entry in zip(rankings, entries):
@@ -334,7 +197,7 @@ def _decide(
 
 
 def _alternatives(
-    ranking: _Ranking,
+    ranking: Ranking,
     chosen: Entry,
     fallback: str,
     catalog: Catalog,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from enum import Enum
+from collections.abc import Iterable
 
+from .admission import layer_reasons, words
 from .errors import Reason
 from .model_spec import LayerSpec
-from .modes import AttentionType
 from .request import Request, Role
-from .spec import BackendSpec, Dims, Feature, Kind
+from .spec import BackendSpec, Feature, Kind
 
 
 def verdict(spec: BackendSpec, request: Request) -> tuple[Reason, ...]:
@@ -25,33 +24,14 @@ def verdict(spec: BackendSpec, request: Request) -> tuple[Reason, ...]:
     if spec.graph_level < request.graph_level:
         reasons.append(Reason("graph_level", request.graph_level.name, spec.graph_level.name))
     _check_features(spec, request, reasons)
-    _need(reasons, "kinds", {layer.kind for layer in request.layers}, spec.kinds)
-    families = {layer.linear_family for layer in request.layers if layer.kind is Kind.LINEAR}
-    _need(reasons, "linear_families", families, spec.linear_families)
-    _check_dims(spec, request.layers, reasons)
+    _check_layers(spec, request.layers, reasons)
     return tuple(reasons)
-
-
-def layer_features(layer: LayerSpec) -> frozenset[Feature]:
-    """Return what a layer asks beyond plain causal attention."""
-    asked = {
-        Feature.SLIDING_WINDOW: layer.sliding_window_size >= 0,
-        Feature.SOFTCAP: layer.logit_cap > 0,
-        Feature.SINKS: layer.has_sinks,
-        Feature.KV_SCALES: layer.has_kv_scales,
-        Feature.CROSS_ATTENTION: layer.is_cross_attention,
-        Feature.ENCODER_ONLY: layer.attn_type is AttentionType.ENCODER_ONLY,
-        Feature.BIDIRECTIONAL: layer.attn_type is AttentionType.DECODER_BIDIRECTIONAL,
-        # The latent form has its own widths, which kv_lora_ranks and rope_head_dims bound.
-        Feature.V_HEAD_DIM: layer.kind is Kind.SOFTMAX and layer.v_head_dim != layer.head_dim,
-    }
-    return frozenset(feature for feature, present in asked.items() if present)
 
 
 def _check_device(spec: BackendSpec, request: Request, reasons: list[Reason]) -> None:
     device = request.device
     if device.type not in spec.device_types:
-        reasons.append(Reason("device_types", device.type, _words(spec.device_types)))
+        reasons.append(Reason("device_types", device.type, words(spec.device_types)))
     elif device.compute_capability is not None:
         low, high = spec.compute_capability
         capability = device.compute_capability
@@ -62,10 +42,10 @@ def _check_device(spec: BackendSpec, request: Request, reasons: list[Reason]) ->
 
 def _check_batch(spec: BackendSpec, request: Request, reasons: list[Reason]) -> None:
     if request.dtype is not None and request.dtype not in spec.dtypes:
-        reasons.append(Reason("dtypes", request.dtype, _words(spec.dtypes)))
+        reasons.append(Reason("dtypes", request.dtype, words(spec.dtypes)))
     if request.role is not Role.LINEAR:
         if request.kv_dtype is not None and request.kv_dtype not in spec.kv_dtypes:
-            reasons.append(Reason("kv_dtypes", request.kv_dtype, _words(spec.kv_dtypes)))
+            reasons.append(Reason("kv_dtypes", request.kv_dtype, words(spec.kv_dtypes)))
         if request.page_size is not None and request.page_size not in spec.page_sizes:
             reasons.append(Reason("page_sizes", str(request.page_size), str(spec.page_sizes)))
     longest = request.max_context_len
@@ -74,23 +54,20 @@ def _check_batch(spec: BackendSpec, request: Request, reasons: list[Reason]) -> 
 
 
 def _check_features(spec: BackendSpec, request: Request, reasons: list[Reason]) -> None:
-    asked: dict[Feature, list[LayerSpec]] = {feature: [] for feature in request.features}
-    for layer in request.layers:
-        for feature in layer_features(layer):
-            asked.setdefault(feature, []).append(layer)
+    asked = {feature: "the deployment" for feature in request.features}
     shapes = {(one.num_heads, one.num_kv_heads, one.head_dim, one.v_head_dim) for one in request.layers}
-    if len(shapes) > 1 and request.role is not Role.LINEAR:
-        asked[Feature.HETEROGENEOUS_LAYERS] = []
-    if (request.kv_dtype or "").startswith("float8") and request.role is not Role.LINEAR:
-        asked[Feature.FP8_KV] = []
+    if request.role is not Role.LINEAR:
+        if len(shapes) > 1:
+            asked[Feature.HETEROGENEOUS_LAYERS] = f"{len(shapes)} shapes of heads"
+        if (request.kv_dtype or "").startswith("float8"):
+            asked[Feature.FP8_KV] = f"a pool of {request.kv_dtype}"
     for feature in sorted(asked, key=lambda one: one.value):
         if feature not in spec.features:
-            where = _where(asked[feature])
-            reasons.append(Reason("features", feature.value + where, _words(spec.features)))
+            reasons.append(Reason(feature.value, asked[feature], f"not declared; features: {words(spec.features)}"))
     if any(layer.kind is Kind.MLA for layer in request.layers) and not _mla_form(spec, request.role):
         absorbed = request.role not in (Role.PREFILL, Role.DRAFT_PREFILL)
         form = "mla_absorbed" if absorbed else "mla_absorbed, or mla_one_shot with mla_chunked_prefix"
-        reasons.append(Reason("features", form, _words(spec.features)))
+        reasons.append(Reason("mla_forms", form, words(spec.features)))
 
 
 def _mla_form(spec: BackendSpec, role: Role) -> bool:
@@ -102,47 +79,26 @@ def _mla_form(spec: BackendSpec, role: Role) -> bool:
     return role in (Role.PREFILL, Role.DRAFT_PREFILL) and expanded <= spec.features
 
 
-def _check_dims(spec: BackendSpec, layers: Iterable[LayerSpec], reasons: list[Reason]) -> None:
-    layers = tuple(layers)
-    expanded = [one for one in layers if one.kind in (Kind.SOFTMAX, Kind.SPARSE)]
-    latent = [one for one in layers if one.kind is Kind.MLA]
-    if Feature.MLA_ABSORBED not in spec.features:
-        expanded += latent
-    checks: tuple[tuple[str, Dims, Iterable[LayerSpec], Callable[[LayerSpec], int]], ...] = (
-        ("head_dims", spec.head_dims, expanded, lambda one: one.head_dim),
-        ("v_head_dims", spec.v_head_dims, expanded, lambda one: one.v_head_dim),
-        ("group_sizes", spec.group_sizes, [one for one in expanded if one.kind is not Kind.MLA], _group_size),
-        ("kv_lora_ranks", spec.kv_lora_ranks, latent, lambda one: one.kv_lora_rank),
-        ("rope_head_dims", spec.rope_head_dims, latent, lambda one: one.qk_rope_head_dim),
-    )
-    for name, dims, asking, read in checks:
-        outside: dict[int, list[LayerSpec]] = {}
-        for layer in asking:
-            if read(layer) not in dims:
-                outside.setdefault(read(layer), []).append(layer)
-        for value in sorted(outside):
-            reasons.append(Reason(name, f"{value}{_where(outside[value])}", str(dims)))
-
-
-def _group_size(layer: LayerSpec) -> int:
-    return layer.group_size
+def _check_layers(spec: BackendSpec, layers: Iterable[LayerSpec], reasons: list[Reason]) -> None:
+    """Add the reasons that layers give, each once, with the layers that give it."""
+    asking: dict[Reason, list[int]] = {}
+    for layer in layers:
+        at = f"layer {layer.layer_id}"
+        for reason in layer_reasons(spec, layer):
+            if reason.field != "mla_forms":  # Which forms are needed depends on the role: checked above.
+                plain = reason.asked.replace(f" ({at})", "").replace(at, "it")
+                asking.setdefault(reason._replace(asked=plain), []).append(layer.layer_id)
+    reasons.extend(reason._replace(asked=f"{reason.asked} {_where(ids)}") for reason, ids in asking.items())
 
 
 def _need(reasons: list[Reason], name: str, asked: Iterable[object], supported: Iterable[object]) -> None:
     lacking = set(asked) - set(supported)
     if lacking:
-        reasons.append(Reason(name, _words(lacking), _words(supported)))
+        reasons.append(Reason(name, words(lacking), words(supported)))
 
 
-def _words(values: Iterable[object]) -> str:
-    words = sorted(value.value if isinstance(value, Enum) else str(value) for value in values)
-    return ", ".join(words) or "none"
-
-
-def _where(layers: list[LayerSpec]) -> str:
+def _where(layer_ids: list[int]) -> str:
     """Say which layers ask: a model of eighty has them said in a few words."""
-    if not layers:
-        return ""
-    ids = sorted(layer.layer_id for layer in layers)
-    few = ", ".join(map(str, ids[:4]))
-    return f" (layer {few})" if len(ids) == 1 else f" (layers {few}{f' and {len(ids) - 4} more' * (len(ids) > 4)})"
+    few = ", ".join(map(str, sorted(layer_ids)[:4]))
+    more = f" and {len(layer_ids) - 4} more" if len(layer_ids) > 4 else ""
+    return f"(layer {few})" if len(layer_ids) == 1 else f"(layers {few}{more})"

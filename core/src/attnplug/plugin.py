@@ -1,0 +1,130 @@
+"""One loaded plugin: imported from the catalog's own entry point, checked against the hooks, options validated."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+from pydantic import BaseModel, ValidationError
+
+from ._faults import config_error
+from .catalog import Catalog
+from .entry import Entry, State
+from .errors import BackendLoadError, ConfigError, Reason
+from .hookspecs import PROJECT, HookSpecs
+from .spec import BackendSpec
+
+if TYPE_CHECKING:
+    from .device import DeviceFacts
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPlugin:
+    """A backend's plugin after import."""
+
+    name: str
+    entry: Entry
+    spec: BackendSpec
+    plugin: object
+    """The module, or object, that the entry point named."""
+
+
+def new_plugin_manager() -> pluggy.PluginManager:
+    """Return an empty plugin manager that knows the hooks."""
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(HookSpecs)
+    return manager
+
+
+def load_plugin(entry: Entry, catalog: Catalog) -> LoadedPlugin:
+    """Import a backend's plugin and check its hooks; on failure nothing of it stays registered.
+
+    The catalog's own entry point is loaded: pluggy's loader takes the first distribution of a name, which need not be
+    the one that ``[provider]`` means.
+
+    Raises:
+        BackendLoadError: Naming distribution, version and cause; the row becomes BROKEN_LOAD.
+    """
+    assert entry.spec is not None, "only a usable row is loaded"
+    assert entry.backend_entry_point is not None, "only a usable row is loaded"
+    value = entry.backend_entry_point.value
+    try:
+        plugin = entry.backend_entry_point.load()
+        check_hooks(entry.name, plugin)
+    # Foreign code: whatever it raises at import is one plugin's failure, and is raised again with its name on it.
+    except (Exception, SystemExit) as error:
+        raise failed(entry, catalog, f"load {value}", error) from error
+    catalog.mark(entry, State.LOADED)
+    return LoadedPlugin(entry.name, entry, entry.spec, plugin)
+
+
+def check_hooks(name: str, plugin: object) -> None:
+    """Raise PluginValidationError where a hook has an unknown name or argument, or where none creates a backend."""
+    trial = new_plugin_manager()
+    trial.register(plugin, name)
+    trial.check_pending()
+    if not trial.hook.attnplug_create_backend.get_hookimpls():
+        raise pluggy.PluginValidationError(plugin, "it has no hook attnplug_create_backend")
+
+
+def failed(entry: Entry, catalog: Catalog, action: str, error: BaseException) -> BackendLoadError:
+    """Put a failure of a plugin's code on its row, and return the error that names it."""
+    text = f"{type(error).__name__}: {error}"
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    catalog.mark(entry, State.BROKEN_LOAD, Reason("load", action, text), error=text, traceback=trace)
+    if isinstance(error, ImportError):
+        remedy = f"pip install '{entry.distribution}[kernel]' brings its kernel library; or choose another backend"
+    else:
+        remedy = f"upgrade or repair {entry.distribution}, or choose another backend; attnplug doctor shows more"
+    return BackendLoadError(
+        f"backend {entry.name!r} of {entry.distribution} {entry.version} failed to {action}: {text}", remedy=remedy
+    )
+
+
+def validate_options(loaded: LoadedPlugin, section: Mapping[str, Any], source: str = "") -> BaseModel | None:
+    """Return a backend's options as its plugin's own model; None where it has none.
+
+    Raises:
+        ConfigError: A key or value of the section is wrong, or there is a section and no model.
+    """
+    trial = new_plugin_manager()
+    trial.register(loaded.plugin, loaded.name)
+    model = trial.hook.attnplug_options_model()
+    key = f"backend.{loaded.name}"
+    if model is None:
+        if section:
+            raise ConfigError(
+                f"[{key}] sets {', '.join(sorted(section))}, but backend {loaded.name!r} has no options",
+                source=source,
+                key=key,
+                value=repr(dict(section)),
+                allowed="no keys",
+                remedy=f"remove [{key}]",
+            )
+        return None
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        raise BackendLoadError(
+            f"attnplug_options_model of {loaded.entry.dist} returned {model!r}; allowed: a subclass of "
+            "pydantic.BaseModel",
+            remedy=f"upgrade or repair {loaded.entry.distribution}",
+        )
+    near_keys = sorted(set(section) - set(model.model_fields))
+    if near_keys and model.model_config.get("extra") != "forbid":
+        # A model that ignores unknown keys would turn a typo into a default without a word.
+        model = type(model.__name__, (model,), {"model_config": {"extra": "forbid"}, "__module__": model.__module__})
+    try:
+        options: BaseModel = model.model_validate(dict(section))
+    except ValidationError as error:
+        raise config_error(error, model, source=source or "configuration", prefix=key) from error
+    return options
+
+
+def probe_plugin(loaded: LoadedPlugin, device: DeviceFacts) -> list[str]:
+    """Return every run-time reason that a plugin gives against a device."""
+    trial = new_plugin_manager()
+    trial.register(loaded.plugin, loaded.name)
+    answers: list[list[str] | None] = trial.hook.attnplug_probe(spec=loaded.spec, device=device)
+    return [text for answer in answers for text in answer or ()]
