@@ -133,7 +133,6 @@ class AttentionLayer(nn.Module):
         )
 
     @property
-    @property
     def causal(self) -> bool:
         """Whether a query's position bounds the keys it sees."""
         return self.attn_type is AttentionType.DECODER and not self.is_cross_attention
