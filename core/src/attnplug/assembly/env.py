@@ -12,16 +12,7 @@ from torch import Tensor
 from ..kv.pools import KVPool
 from ..kv.translator import KVIndexTranslator
 from ..model_spec import ModelSpec
-
-
-class Role(str, Enum):
-    """What a backend was created to serve."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-    DRAFT = "draft"
-    LINEAR = "linear"
+from ..request import Role
 
 
 class WorkspacePolicy(str, Enum):
@@ -53,7 +44,7 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendEnv:
-    """What a backend is built from; frozen, the same for every backend of a model but for role and workspace."""
+    """What a backend is built from; frozen, the same for every backend of a model but for roles and workspace."""
 
     device: torch.device
     dtype: torch.dtype
@@ -67,7 +58,8 @@ class BackendEnv:
     model_spec: ModelSpec
     limits: Limits
     parallel: Parallel = field(default_factory=Parallel)
-    role: Role = Role.BOTH
+    roles: frozenset[Role] = frozenset({Role.PREFILL, Role.DECODE})
+    """What the backend will serve: one built for decode alone plans no prefill."""
     workspace: WorkspacePolicy = WorkspacePolicy.SHARED
     deterministic: bool = False
     """Ask for results that do not depend on what else is in the batch."""

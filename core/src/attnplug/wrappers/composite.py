@@ -40,6 +40,7 @@ class CompositeBackend(AttentionBackend):
     def __init__(self, children: Sequence[AttentionBackend]) -> None:
         self._children = tuple(children)
         super().__init__(self._children[0].spec, self._children[0].env)
+        self._step: tuple[ForwardBatch, Sequence[StepPart]] | None = None
 
     # Routing: what a subclass defines.
 
@@ -58,6 +59,12 @@ class CompositeBackend(AttentionBackend):
     def child_for(self, layer_id: int, mode: ForwardMode) -> AttentionBackend:
         """Return the child that runs a layer."""
         raise NotImplementedError(f"{type(self).__name__} must route layers")
+
+    def parts_of(self, batch: ForwardBatch) -> Sequence[StepPart]:
+        """Return ``step_parts``, made once a step: no layer constructs a batch, and children see one identity."""
+        if self._step is None or self._step[0] is not batch:
+            self._step = (batch, self.step_parts(batch))
+        return self._step[1]
 
     # Own
 
@@ -80,19 +87,19 @@ class CompositeBackend(AttentionBackend):
     # Step scope
 
     def check_batch(self, batch: ForwardBatch) -> None:
-        for part in self.step_parts(batch):
+        for part in self.parts_of(batch):
             part.backend.check_batch(part.batch)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        for part in self.step_parts(batch):
+        for part in self.parts_of(batch):
             part.backend.init_forward_metadata(part.batch)
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        for part in self.step_parts(batch):
+        for part in self.parts_of(batch):
             part.backend.init_forward_metadata_out_graph(part.batch, in_capture)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        for part in self.step_parts(batch):
+        for part in self.parts_of(batch):
             part.backend.init_forward_metadata_in_graph(part.batch)
 
     @property
@@ -107,7 +114,7 @@ class CompositeBackend(AttentionBackend):
     def init_forward_metadata_for_breakable_cuda_graph_capture(self, batch: ForwardBatch) -> JoinedMetadata:
         made = {
             id(part.backend): part.backend.init_forward_metadata_for_breakable_cuda_graph_capture(part.batch)
-            for part in self.step_parts(batch)
+            for part in self.parts_of(batch)
         }
         return JoinedMetadata(tuple(made.get(id(child)) for child in self._children))
 
@@ -120,7 +127,7 @@ class CompositeBackend(AttentionBackend):
             if static_forward_batch is None
             else {id(part.backend): part.batch for part in self.step_parts(static_forward_batch)}
         )
-        for part in self.step_parts(batch):
+        for part in self.parts_of(batch):
             part.backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(
                 by_child[id(part.backend)], part.batch, static_forward_batch=static.get(id(part.backend))
             )
@@ -135,7 +142,7 @@ class CompositeBackend(AttentionBackend):
             child.update_verify_buffers_to_fill_after_draft(spec_info, bs)
 
     def commit_verify(self, accepted_steps: Tensor, batch: ForwardBatch) -> None:
-        for part in self.step_parts(batch):
+        for part in self.parts_of(batch):
             part.backend.commit_verify(accepted_steps, part.batch)
 
     # Layer scope
@@ -150,7 +157,9 @@ class CompositeBackend(AttentionBackend):
         save_kv_cache: bool = True,
         extras: AttentionExtras | None = None,
     ) -> AttentionOutput:
-        return self.child_for(layer.layer_id, batch.forward_mode).forward(q, k, v, layer, batch, save_kv_cache, extras)
+        child = self.child_for(layer.layer_id, batch.forward_mode)
+        part = next(part for part in self.parts_of(batch) if part.backend is child)
+        return child.forward(q, k, v, layer, part.batch, save_kv_cache, extras)
 
     def forward_decode(
         self,

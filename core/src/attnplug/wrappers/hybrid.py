@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from torch import Tensor
+
+from ..attention_io import AttentionExtras, AttentionOutput
 from ..backend import AttentionBackend
+from ..batch import ForwardBatch
+from ..layer import AttentionLayer
 from ..modes import ForwardMode
 from .composite import CompositeBackend
 
@@ -50,3 +55,16 @@ class HybridAttnBackend(CompositeBackend):
 
     def child_for(self, layer_id: int, mode: ForwardMode) -> AttentionBackend:
         return self.select(mode)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        extras: AttentionExtras | None = None,
+    ) -> AttentionOutput:
+        # The side gets the whole batch, so nothing is looked up: this is the commonest wrapper of the hot path.
+        return self.select(batch.forward_mode).forward(q, k, v, layer, batch, save_kv_cache, extras)

@@ -37,6 +37,8 @@ class TwoBatchOverlapBackend(CompositeBackend):
         super().__init__((first, second))
 
     def step_parts(self, batch: ForwardBatch) -> Sequence[StepPart]:
+        if batch.batch_size == 0 or batch.forward_mode is ForwardMode.IDLE:
+            return (StepPart(self._children[0], batch),)
         cut = split_point(batch)
         spans = ((0, cut), (cut, batch.batch_size))
         return tuple(
@@ -61,11 +63,10 @@ class TwoBatchOverlapBackend(CompositeBackend):
     ) -> AttentionOutput:
         if batch.batch_size == 0 or batch.forward_mode is ForwardMode.IDLE:
             return self._children[0].forward(q, k, v, layer, batch, save_kv_cache, extras)
-        cut, outs = split_point(batch), []
-        for child, (start, stop) in zip(self._children, ((0, cut), (cut, batch.batch_size)), strict=True):
-            if stop == start:
-                continue
-            rows, encoder = token_slices(batch, start, stop)
+        outs, start = [], 0
+        for child, part in self.parts_of(batch):
+            rows, encoder = token_slices(batch, start, start + part.batch_size)
+            start += part.batch_size
             kv_rows = encoder if layer.is_cross_attention else rows
             outs.append(
                 child.forward(
@@ -73,7 +74,7 @@ class TwoBatchOverlapBackend(CompositeBackend):
                     None if k is None else k[kv_rows],
                     None if v is None else v[kv_rows],
                     layer,
-                    batch.slice(start, stop),
+                    part,
                     save_kv_cache,
                     None if extras is None else extras.narrow(rows, kv_rows),
                 )
