@@ -1,8 +1,8 @@
 """The one place that reads installed metadata: one scan a process, cached, and what is derived from it.
 
 The standard library's ``importlib.metadata`` has all that is used here since Python 3.10, the oldest Python served:
-no backport is needed. (Importing the backport would also replace the finder of the whole process, which a library should
-not do to an inference server.)
+no backport is needed. (Importing the backport would also replace the finder of the whole process, which a library
+should not do to an inference server.)
 """
 
 from __future__ import annotations
