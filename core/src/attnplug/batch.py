@@ -86,6 +86,8 @@ class ForwardBatch(BaseModel):
     spec_info: SpecInfo | None = None
     kv_loc_plan: KVLocPlan | None = None
     state: LinearState | None = None
+    uses_graph_buffers: bool = False
+    """The tensors are a graph's own, of fixed address: a backend writes this step's metadata into its fixed buffers."""
     logical_forward_mode: ForwardMode | None = None
     """What the scheduler meant, where ``forward_mode`` was relabelled; None: the same."""
 

@@ -36,6 +36,7 @@ def slice_batch(batch: ForwardBatch, start: int, stop: int) -> ForwardBatch:
     return ForwardBatch(
         forward_mode=batch.forward_mode,
         logical_forward_mode=batch.logical_forward_mode,
+        uses_graph_buffers=batch.uses_graph_buffers,
         batch_size=stop - start,
         num_padding=max(0, stop - max(start, batch.batch_size - batch.num_padding)),
         req_pool_indices=batch.req_pool_indices[requests],

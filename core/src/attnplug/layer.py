@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .context import get_attn_backend
-from .model_spec import LayerSpec
+from .model_spec import LayerGroup, LayerSpec
 from .modes import AttentionType
 from .spec import Kind
 
@@ -46,9 +46,12 @@ class AttentionLayer(nn.Module):
         kind: Family of attention.
         kv_lora_rank: MLA's latent width, C.
         qk_rope_head_dim: MLA's rope width, R.
+        linear_family: Family of a linear layer, such as 'gdn'.
     """
 
     sinks: Tensor | None
+    group: LayerGroup
+    """Which layers it shares a plan with; made once, so that a layer's call looks metadata up by it."""
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class AttentionLayer(nn.Module):
         kind: Kind = Kind.SOFTMAX,
         kv_lora_rank: int = 0,
         qk_rope_head_dim: int = 0,
+        linear_family: str = "",
     ) -> None:
         super().__init__()
         if num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -85,7 +89,9 @@ class AttentionLayer(nn.Module):
         self.is_cross_attention, self.attn_type, self.kind = is_cross_attention, attn_type, kind
         self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
         self.k_scale, self.v_scale = _scale(k_scale), _scale(v_scale)
+        self.linear_family = linear_family
         self.register_buffer("sinks", sinks, persistent=False)
+        self.group = self.spec.group
 
     @classmethod
     def from_spec(
@@ -109,6 +115,7 @@ class AttentionLayer(nn.Module):
             kind=spec.kind,
             kv_lora_rank=spec.kv_lora_rank,
             qk_rope_head_dim=spec.qk_rope_head_dim,
+            linear_family=spec.linear_family,
         )
 
     @property
@@ -130,6 +137,7 @@ class AttentionLayer(nn.Module):
             is_cross_attention=self.is_cross_attention,
             kv_lora_rank=self.kv_lora_rank,
             qk_rope_head_dim=self.qk_rope_head_dim,
+            linear_family=self.linear_family,
         )
 
     @property

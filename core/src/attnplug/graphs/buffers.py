@@ -77,6 +77,7 @@ class BatchBuffers:
         rows = put(self.req_pool_indices, batch.req_pool_indices)
         assert rows is not None  # a batch always has rows
         return batch.replace(
+            uses_graph_buffers=True,
             req_pool_indices=rows,
             seq_lens=put(self.seq_lens, batch.seq_lens),
             positions=put(self.positions, batch.positions),
