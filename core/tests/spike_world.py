@@ -1,4 +1,4 @@
-"""Fakes for the contract's hardest users: a plan/run library backend, a backend with state, and the world around them."""
+"""Fakes for the contract's hardest users: a plan/run library, a backend with state, and the world around them."""
 
 from __future__ import annotations
 

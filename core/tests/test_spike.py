@@ -1,5 +1,5 @@
-"""The contract's hardest users together: plan/run with two layer groups, in a prefill/decode hybrid, in a linear-attention
-router, in two-batch overlap, through one emulated graph that is replayed with other lengths."""
+"""The contract's hardest users together: plan/run with two layer groups, in a prefill/decode hybrid, in a
+linear-attention router, in two-batch overlap, through one emulated graph that is replayed with other lengths."""
 
 from __future__ import annotations
 

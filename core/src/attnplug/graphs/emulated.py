@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from ..errors import ContractViolation
 from .lint import caller, fault_of
@@ -34,6 +35,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+def _aliases(arguments: Any) -> Any:
+    # Of the same memory, with the shape of this moment: squeeze_() and its like change the caller's tensor later.
+    return tree_map_only(Tensor, torch.Tensor.detach, arguments)
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, records: list[_Record]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,10 +57,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         result = func(*args, **kwargs)
         returns = func._schema.returns
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
-            return result  # A view: it follows its base.
+        if torch.Tag.inplace_view in func.tags or any(r.alias_info and not r.alias_info.is_write for r in returns):
+            return result  # A view: it follows its base, and runs on the host.
         writes = any(r.alias_info is not None for r in returns) or func._schema.is_mutable
-        self.records.append(_Record(func, args, kwargs, () if writes else tuple(_tensors(result))))
+        kept = () if writes else tuple(t.detach() for t in _tensors(result))
+        self.records.append(_Record(func, *_aliases((args, kwargs)), kept))
         return result
 
 
