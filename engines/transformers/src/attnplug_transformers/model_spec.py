@@ -1,0 +1,152 @@
+"""A transformers config as a ModelSpec: what the model asks of attention, known before weights load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnplug.errors import UnsupportedModel
+from attnplug.model_spec import LayerSpec, ModelSpec
+
+from .families import FULL, SLIDING, decoder_layers, find_family, known_model_types
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["model_spec_from_config", "model_spec_from_path"]
+
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_STRANGE = (
+    "attention_chunk_size",
+    "index_topk",
+    "kv_lora_rank",
+    "num_kv_shared_layers",
+    "sparse_attention_config",
+    "use_bidirectional_attention",
+    "v_head_dim",
+)
+"""Attributes that change which keys are seen or how, and that the generic reading would pass over."""
+
+
+def model_spec_from_config(config: PretrainedConfig, *, dtype: str) -> ModelSpec:
+    """Return what a model asks of attention, layer by layer.
+
+    Args:
+        config: A causal language model's config.
+        dtype: torch's name of the activations' dtype, such as ``"bfloat16"``.
+
+    Raises:
+        UnsupportedModel: No family reads this architecture, or the checkpoint is quantised, multimodal, an encoder or
+            an encoder-decoder; names what exists.
+    """
+    _refuse_unservable(config)
+    family = find_family(config.model_type)
+    layers = _generic_layers(config) if family is None else tuple(family.layers(config))
+    return ModelSpec(
+        name=getattr(config, "name_or_path", "") or config.model_type,
+        layers=layers,
+        dtype=dtype,
+        max_context_len=_context_len(config),
+    )
+
+
+def model_spec_from_path(path: str) -> ModelSpec | None:
+    """Return the ModelSpec of a local model without reading its weights; None where ``path`` is none of transformers'.
+
+    The entry point of ``attnplug explain --model``.
+
+    Raises:
+        UnsupportedModel: It is a transformers or GGUF model that cannot be served, or its config is broken.
+    """
+    from .model_source import find_local, open_model
+
+    if not find_local(path):
+        return None
+    source = open_model(path)
+    return source.model_spec(source.stored_dtype())
+
+
+def _refuse_unservable(config: PretrainedConfig) -> None:
+    name, faults = config.model_type, []
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        method, dequantised = _quantisation(quantised)
+        if not dequantised:
+            faults.append(f"its weights are quantised ({method}); allowed: float32, bfloat16, float16, or a .gguf file")
+    if config.get_text_config() is not config or getattr(config, "vision_config", None) is not None:
+        faults.append("it is multimodal (a config inside a config); allowed: text alone, as gemma3_text")
+    if getattr(config, "is_encoder_decoder", False):
+        faults.append("it is an encoder-decoder; allowed: decoders")
+    if faults:
+        raise UnsupportedModel(
+            f"{name} model {getattr(config, 'name_or_path', '')!r} cannot be served: " + "; ".join(faults),
+            remedy="load the text model of an unquantised checkpoint, and save that with save_pretrained",
+        )
+
+
+def _quantisation(config: object) -> tuple[str, bool]:
+    """Return the method, and whether loading undoes it: only a GGUF file's."""
+    read = config.get if isinstance(config, dict) else lambda key, default=None: getattr(config, key, default)
+    method = read("quant_method", "unknown method")
+    method = str(getattr(method, "value", method))
+    return method, method == "gguf" and bool(read("dequantize", False))
+
+
+def _generic_layers(config: PretrainedConfig) -> tuple[LayerSpec, ...]:
+    """Read an architecture without a family, if nothing in its config could be misread."""
+    doubts = _doubts(config)
+    if doubts:
+        raise UnsupportedModel(
+            f"no family reads architecture {config.model_type!r}, and the generic reading does not fit: "
+            + "; ".join(doubts)
+            + f". Families: {', '.join(known_model_types())}",
+            remedy="add one: an entry point of group attnplug_transformers.families.v1 (see docs/models.md)",
+        )
+    return decoder_layers(config)
+
+
+def _doubts(config: PretrainedConfig) -> list[str]:
+    doubts = []
+    if not _uses_attention_interface(config):
+        doubts.append("transformers has no causal language model of it whose attention can be replaced")
+    for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size"):
+        if not isinstance(getattr(config, name, None), int):
+            doubts.append(f"{name} is {getattr(config, name, None)!r}, not a number")
+    if not getattr(config, "rope_parameters", None):
+        doubts.append("it has no rope_parameters: positions may be inside its attention")
+    doubts += [f"it sets {name}" for name in _STRANGE if getattr(config, name, None)]
+    types = getattr(config, "layer_types", None)
+    strange = sorted(set(types or ()) - {FULL, SLIDING})
+    if strange:
+        doubts.append(f"its layer_types name {', '.join(strange)}")
+    if not types and getattr(config, "sliding_window", None):
+        doubts.append("it has a sliding_window, and no layer_types to say in which layers")
+    return doubts
+
+
+def _uses_attention_interface(config: PretrainedConfig) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    return bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_attention_backend", False))
+
+
+def _context_len(config: PretrainedConfig) -> int:
+    """Return the most positions a request may have.
+
+    'dynamic' and 'longrope' choose their frequencies by the longest request of a batch, so beyond the original length
+    one request would change another's tokens: the original length is the limit.
+    """
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 1:
+        raise UnsupportedModel(
+            f"{config.model_type}: max_position_embeddings is {length!r}; allowed: a positive number",
+            remedy="set it in config.json to the longest context the model was trained for",
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        return min(length, int(original)) if original else length
+    return length
