@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+
 from attnplug import _metadata
 from attnplug.catalog import Catalog, State
 from attnplug.errors import (

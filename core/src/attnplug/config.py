@@ -82,6 +82,10 @@ class AttentionConfig(_Table):
 
     _rungs: dict[str, Rung] = PrivateAttr(default_factory=dict)
 
+    def __eq__(self, other: object) -> bool:
+        """Compare what is configured; where it came from does not count."""
+        return isinstance(other, AttentionConfig) and self.__dict__ == other.__dict__
+
     @field_validator("requires")
     @classmethod
     def _valid_specifiers(cls, requires: dict[str, str]) -> dict[str, str]:

@@ -109,7 +109,15 @@ class Decision:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: lists, dicts, texts and numbers."""
         data = asdict(self)
-        data["choices"] = [{**asdict(one), "role": one.role.value, "asked": list(one.asked)} for one in self.choices]
+        data["choices"] = [
+            {
+                **asdict(one),
+                "role": one.role.value,
+                "asked": list(one.asked),
+                "alternatives": [asdict(other) for other in one.alternatives],
+            }
+            for one in self.choices
+        ]
         data["rejections"] = [
             {"role": one.role.value, "name": one.name, "reasons": [reason._asdict() for reason in one.reasons]}
             for one in self.rejections

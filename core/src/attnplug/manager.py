@@ -211,13 +211,13 @@ class BackendManager:
         manager = self._cold
         if role is not None and name is not None:
             manager = self._role_manager(Role(role), self.load(name))
-        plugins = [plugin for _, plugin in manager.list_name_plugin()]
-        for plugin in plugins:
-            others = [other for other in plugins if other is not plugin]
-            hook = manager.subset_hook_caller("attnplug_wrap_backend", others)
-            for wrapped in hook(backend=backend, env=env):
+        for name, plugin in manager.list_name_plugin():
+            # One at a time, each given what the one before returned: a broadcast would give all the same backend.
+            alone = new_plugin_manager()
+            alone.register(plugin, name)
+            for wrapped in alone.hook.attnplug_wrap_backend(backend=backend, env=env):
                 if wrapped is not None:
-                    _require_backend(wrapped, f"attnplug_wrap_backend of {manager.get_name(plugin)}")
+                    _require_backend(wrapped, f"attnplug_wrap_backend of {name}")
                     backend = wrapped
         return backend
 

@@ -66,6 +66,8 @@ def resolve(
     catalog = config.catalog() if catalog is None else catalog
     facts = describe_device(device)
     deployment = deployment or Deployment()
+    if config.plugins.strict:
+        _require_sound(catalog)
     if prober is None:
         from .manager import BackendManager
 
@@ -93,6 +95,21 @@ def _wish(role: Role, config: AttentionConfig) -> Wish:
     raise AssertionError(f"role {role.value} has no configuration key")
 
 
+def _require_sound(catalog: Catalog) -> None:
+    """Raise where any installed plugin is broken, in conflict or of another contract, chosen or not."""
+    faulty = (State.BROKEN_SPEC, State.BROKEN_LOAD, State.CONFLICT, State.INCOMPATIBLE)
+    faults = [
+        f"{entry.name} ({entry.dist}) is {entry.state.value}: {'; '.join(map(str, entry.reasons))}"
+        for entry in catalog.entries
+        if entry.state in faulty
+    ]
+    if faults:
+        raise BackendLoadError(
+            "plugins.strict is set and these plugins are faulty:\n  " + "\n  ".join(faults),
+            remedy="repair, block or uninstall them, or unset plugins.strict",
+        )
+
+
 def _require_some(rankings: Sequence[Ranking], catalog: Catalog) -> None:
     """Raise with every reason of every role that nothing fits."""
     empty = [ranking for ranking in rankings if not ranking.fits]
@@ -107,13 +124,13 @@ def _require_some(rankings: Sequence[Ranking], catalog: Catalog) -> None:
         lines.append(f"no backend fits {role.value}: asked for {asked} by {ranking.wish.rung}{source}")
         for name, rows in ranking.rejected.items():
             reasons.setdefault(name, {}).update(dict.fromkeys(rows))
-        others = [entry.name for entry in rank(ranking.request, (AUTO,), catalog) if entry.name not in ranking.rejected]
-        remedies.append(
-            f"{role.value} fits {', '.join(others)}: choose one, or 'auto'"
-            if others
-            else f"{role.value}: no installed "
-            "backend fits; change what is asked, or install another backend (attnplug list shows what is here)"
-        )
+        others = [one.name for one in rank(ranking.request, (AUTO,), catalog) if one.name not in ranking.rejected]
+        if others:
+            remedies.append(f"{role.value} can be served by {', '.join(others)}: choose one, or 'auto'")
+        elif not catalog.names:
+            remedies.append(f"no backend is installed at all: {known.install_command(known.REFERENCE)}")
+        else:
+            remedies.append("no installed backend fits: change what is asked, or install one that does")
     raise BackendRejected(
         "; ".join(lines),
         reasons={name: tuple(rows) for name, rows in reasons.items()},

@@ -30,7 +30,10 @@ BUILTIN: Mapping[str, str] = {
     "validate": "Check a configuration: keys, types, versions, names and each backend's options.",
     "doctor": "Show versions, device, plugins with their tracebacks, and what to install.",
 }
-"""Name and summary of each command of the core; its code is the ``app`` of ``attnplug.cli.<name>``."""
+"""Name and summary of each command of the core; its code is the ``app`` of ``attnplug.cli.<name>``.
+
+``list`` alone is in ``attnplug.cli.listing``: a module of that name would hide the built-in in this package.
+"""
 
 
 def available() -> dict[str, Command]:
@@ -52,6 +55,12 @@ def load(name: str) -> typer.Typer:
         BackendConflict: Two distributions bring it.
         BackendLoadError: The distribution that brings it fails to import.
     """
+    if name == "list":
+        from . import listing
+
+        listing_app = typer.Typer()
+        listing_app.command()(listing.show)
+        return listing_app
     if name in BUILTIN:
         module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
         return _typer_app(module.app, name, "attnplug")

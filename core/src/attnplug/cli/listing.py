@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
-
-import typer
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .. import known
 from ..catalog import Catalog
@@ -13,18 +12,21 @@ from ..errors import ConfigError
 from ..sources import Sources, read_sources
 from .output import print_json, print_lines, print_table
 
-app = typer.Typer(add_completion=False)
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command on its arguments, read by the standard library."""
+    parser = argparse.ArgumentParser("attnplug list", description="Show what is installed, its state and why.")
+    parser.add_argument("--config", metavar="FILE", help="A TOML, JSON or YAML file.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    given = parser.parse_args(arguments)
+    show(given.config, given.json)
 
 
-@app.command()
-def command(
-    config: Annotated[str | None, typer.Option("--config", help="A TOML, JSON or YAML file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def show(config: str | None = None, json: bool = False) -> None:
     """Show what is installed, its state and why."""
     catalog = raw_catalog(read_sources(config))
     entries = catalog.entries
-    if as_json:
+    if json:
         print_json([entry.as_dict() for entry in entries])
         return
     if not entries:
