@@ -1,0 +1,196 @@
+"""The bridge from a transformers model to ``AttentionLayer``: its ``AttentionInterface``, for the length of a step.
+
+Outside a step the model is as its owner left it: the attention implementation is switched for a forward of the engine
+and switched back after it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from attnplug.batch import ForwardBatch
+from attnplug.errors import ContractViolation, UnsupportedModel
+from attnplug.layer import AttentionLayer
+
+__all__ = ["IMPLEMENTATION", "AttentionStep", "ModelLoan", "attention_forward"]
+
+IMPLEMENTATION = "attnplug"
+"""The name under which transformers finds ``attention_forward``.
+
+No mask function is registered for it: transformers then builds no mask, nor looks for packed sequences, which would
+synchronise."""
+
+
+class AttentionStep(NamedTuple):
+    """What the model's attention modules need of the running step."""
+
+    batch: ForwardBatch
+    layers: Mapping[nn.Module, AttentionLayer]
+    """The layer of each attention module."""
+    unchecked: set[nn.Module]
+    """Modules whose call has not been compared with their layer yet."""
+
+
+_current: ContextVar[AttentionStep | None] = ContextVar("attnplug_transformers_step", default=None)
+
+
+@contextmanager
+def attention_step(step: AttentionStep) -> Iterator[None]:
+    """Publish a step to this thread's attention calls, and take it back whatever happens."""
+    token = _current.set(step)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Serve one attention module of a transformers model; the signature is theirs.
+
+    Args:
+        module: Who asks; names its layer.
+        query: [1, Hq, T, D], the model's dtype: the step's tokens, flattened.
+        key: [1, Hk, T, D].
+        value: [1, Hk, T, Dv].
+        attention_mask: Not read: positions and lengths are the batch's.
+        scaling: Compared with the layer's on the module's first call, as are window, cap and sinks among the rest.
+        dropout: Not read: the engine serves models in evaluation mode.
+        kwargs: What the model's family passes beside these.
+
+    Returns:
+        [1, T, Hq, Dv], and no weights.
+
+    Raises:
+        ContractViolation: No step of an engine is running in this thread.
+        UnsupportedModel: The call asks what the layer does not say.
+    """
+    step = _current.get()
+    if step is None:
+        raise ContractViolation(
+            "a model was called while an engine in another thread is running a step with it",
+            remedy="call it between the engine's steps, or load a model of your own for this thread",
+        )
+    layer = step.layers.get(module)
+    if layer is None or module in step.unchecked:
+        layer = _check_call(step, module, query, key, value, scaling, kwargs)
+    out = layer(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), step.batch).out
+    return out.unsqueeze(0), None
+
+
+def _check_call(
+    step: AttentionStep,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    kwargs: Mapping[str, Any],
+) -> AttentionLayer:
+    layer = step.layers.get(module)
+    if layer is None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} asked for attention, and the model's ModelSpec has no layer for it",
+            remedy="add a family that reads this architecture (see docs/models.md)",
+        )
+    window = kwargs.get("sliding_window")
+    asked: dict[str, tuple[Any, Any]] = {
+        "query heads": (query.shape[1], layer.num_heads),
+        "KV heads": (key.shape[1], layer.num_kv_heads),
+        "head_dim": (query.shape[3], layer.head_dim),
+        "v_head_dim": (value.shape[3], layer.v_head_dim),
+        "sliding_window_size": (-1 if window is None else window - 1, layer.sliding_window_size),
+        "logit_cap": (float(kwargs.get("softcap") or 0.0), layer.logit_cap),
+        "sinks": (kwargs.get("s_aux") is not None, layer.sinks is not None),
+    }
+    if scaling is not None:
+        asked["scaling"] = (scaling, layer.scaling)
+    wrong = [
+        f"{name}: the call has {actual}, the ModelSpec {said}"
+        for name, (actual, said) in asked.items()
+        if (abs(actual - said) > 1e-6 * abs(said) if isinstance(said, float) else actual != said)
+    ]
+    if wrong:
+        raise UnsupportedModel(
+            f"layer {layer.layer_id} ({type(module).__name__}) does not call attention as its ModelSpec says:\n  "
+            + "\n  ".join(wrong),
+            remedy="add a family that reads this architecture (see docs/models.md)",
+        )
+    step.unchecked.discard(module)
+    return layer
+
+
+_locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
+_locks_guard = threading.Lock()
+
+
+class ModelLoan:
+    """Switches a model to this bridge for the length of a step, and back.
+
+    Args:
+        model: Whose attention is to be served.
+
+    Raises:
+        UnsupportedModel: The model does not take its attention from transformers' ``AttentionInterface``.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        AttentionInterface.register(IMPLEMENTATION, attention_forward)
+        with _locks_guard:
+            self._lock = _locks.setdefault(model, threading.RLock())
+        with self._lock:
+            # The public call decides which configs of a model's parts change; a step then switches just those.
+            before = [(config, config._attn_implementation) for config in _configs(model)]
+            try:
+                model.set_attn_implementation(IMPLEMENTATION)
+                self._configs = [config for config, _ in before if config._attn_implementation == IMPLEMENTATION]
+            finally:
+                _restore(before)
+        if model.config not in self._configs:
+            raise UnsupportedModel(
+                f"{type(model).__name__} computes attention by itself, not through transformers' AttentionInterface",
+                remedy="serve a model whose attention implementation can be set (model.set_attn_implementation)",
+            )
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Hold the model, with its attention served by the step of this thread."""
+        with self._lock:
+            before = [(config, config._attn_implementation) for config in self._configs]
+            try:
+                for config in self._configs:
+                    config._attn_implementation = IMPLEMENTATION
+                yield
+            finally:
+                _restore(before)
+
+
+def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Return each config of a model and its parts once, wholes before parts."""
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for config in configs:
+        parts = (getattr(config, name, None) for name in config.sub_configs)
+        configs.extend(part for part in parts if part is not None and all(part is not one for one in configs))
+    return list({id(config): config for config in configs}.values())
+
+
+def _restore(before: list[tuple[PreTrainedConfig, str]]) -> None:
+    # Setting a whole sets its parts too, so parts come after.
+    for config, implementation in before:
+        config._attn_implementation = implementation

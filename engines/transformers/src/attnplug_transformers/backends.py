@@ -1,0 +1,183 @@
+"""From a configuration to the backend that serves a model, with its pool and tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnplug.assembly.build import build_attention_backends
+from attnplug.assembly.env import BackendEnv
+from attnplug.backend import AttentionBackend
+from attnplug.config import AttentionConfig
+from attnplug.decision import Decision
+from attnplug.errors import ConfigError, UnsupportedModel
+from attnplug.kv.pools import MHAKVPool
+from attnplug.kv.translator import KVIndexTranslator
+from attnplug.manager import BackendManager
+from attnplug.model_spec import ModelSpec
+from attnplug.modes import ForwardMode
+from attnplug.select import resolve
+from attnplug.spec import Kind
+
+from .pages import RequestTable
+from .sizes import EngineSizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["BackendFactory", "Selection", "Serving", "build_serving", "read_config", "select", "serves_mixed"]
+
+BackendFactory = Callable[[BackendEnv], AttentionBackend]
+"""Builds the backend from its environment, in place of the configuration."""
+
+ConfigSource = AttentionConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What will serve a model, known before its weights load."""
+
+    config: AttentionConfig
+    decision: Decision | None
+    """None where a factory builds the backend."""
+    manager: BackendManager | None
+    page_size: int
+    kv_dtype: torch.dtype
+    kv_layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A backend with what it reads."""
+
+    backend: AttentionBackend
+    translator: KVIndexTranslator
+    table: RequestTable
+    pool: MHAKVPool
+
+
+def read_config(source: ConfigSource, *, page_size: int | None = None) -> AttentionConfig:
+    """Return the configuration that an engine's ``attention`` argument means.
+
+    Args:
+        source: A configuration, its tables, or a file; None or a file: the ladder with that file.
+        page_size: Overrides ``attention.page_size``.
+
+    Raises:
+        ConfigError: The file or a value in it is wrong.
+    """
+    if isinstance(source, AttentionConfig):
+        config = source
+    elif isinstance(source, Mapping):
+        config = AttentionConfig.model_validate(source)
+    else:
+        config = AttentionConfig.load(source)
+    if page_size is None:
+        return config
+    return config.model_copy(update={"attention": config.attention.model_copy(update={"page_size": page_size})})
+
+
+def select(spec: ModelSpec, config: AttentionConfig, device: torch.device, factory: BackendFactory | None) -> Selection:
+    """Choose backends for a model.
+
+    Raises:
+        AttnplugError: Nothing that was asked for fits; see ``attnplug.select.resolve``.
+    """
+    foreign = spec.kinds - {Kind.SOFTMAX}
+    if foreign:
+        raise UnsupportedModel(
+            f"{spec.name} has {', '.join(sorted(kind.value for kind in foreign))} layers; this engine serves softmax",
+            remedy="serve a model whose layers are all softmax attention",
+        )
+    attention = config.attention
+    if factory is not None:
+        size = 16 if attention.page_size == "auto" else attention.page_size
+        dtype = spec.dtype if attention.kv_dtype == "auto" else attention.kv_dtype
+        return Selection(config, None, None, size, torch_dtype(dtype), "NHD")
+    manager = BackendManager(config=config)
+    decision = resolve(spec, config, str(device), manager.catalog, prober=manager)
+    if decision.page_size is None or decision.kv_dtype is None:
+        raise ConfigError("the decision fixes no page size or KV dtype", remedy="resolve again for this model")
+    layout = decision.kv_layouts["target"]
+    return Selection(config, decision, manager, decision.page_size, torch_dtype(decision.kv_dtype), layout)
+
+
+def build_serving(
+    spec: ModelSpec,
+    selection: Selection,
+    sizes: EngineSizes,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    factory: BackendFactory | None,
+) -> Serving:
+    """Allocate the pool and tables, and build the backend over them.
+
+    Raises:
+        BackendLoadError: A plugin fails to load or to create its backend.
+    """
+    pool = MHAKVPool(
+        spec.layers,
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        dtype=selection.kv_dtype,
+        device=device,
+        layout=selection.kv_layout,
+    )
+    table = RequestTable(sizes.max_batch_size, sizes.max_context_len, sizes.page_size, device)
+    translator = KVIndexTranslator(pool, table.device_table)
+    env = BackendEnv(
+        device=device,
+        dtype=dtype,
+        kv_dtype=selection.kv_dtype,
+        page_size=sizes.page_size,
+        req_to_token=table.device_table,
+        kv_pool=pool,
+        translator=translator,
+        model_spec=spec,
+        limits=sizes.limits,
+    )
+    if factory is not None:
+        backend = factory(env)
+        translator.bind_and_verify_backends([backend])
+    else:
+        assert selection.decision is not None  # select made both, or neither
+        assert selection.manager is not None
+        backend = build_attention_backends(spec, selection.decision, env, selection.manager).attn_backend
+    return Serving(backend, translator, table, pool)
+
+
+def serves_mixed(backend: AttentionBackend, spec: ModelSpec) -> bool:
+    """Return whether every layer's backend takes decode rows and prompt chunks in one step."""
+    return all(
+        ForwardMode.MIXED in backend.unwrap(layer.layer_id, ForwardMode.MIXED).spec.modes for layer in spec.layers
+    )
+
+
+def check_placement(model: PreTrainedModel, device: str | torch.device | None, dtype: str | torch.dtype | None) -> None:
+    """Raise ConfigError where a loaded model is not where or what the caller says it is."""
+    faults = []
+    wanted = None if device is None else torch.device(device)
+    if wanted is not None and (wanted.type != model.device.type or wanted.index not in (None, model.device.index)):
+        faults.append(f"device is {wanted}, the model is on {model.device}")
+    if dtype not in (None, "auto") and torch_dtype(dtype) != model.dtype:  # type: ignore[arg-type]
+        faults.append(f"dtype is {dtype}, the model has {model.dtype}")
+    if faults:
+        raise ConfigError("; ".join(faults), key="device", remedy="move it first: model.to(device=…, dtype=…)")
+
+
+def torch_dtype(name: str | torch.dtype) -> torch.dtype:
+    """Return torch's dtype of a name.
+
+    Raises:
+        ConfigError: torch has no dtype of that name.
+    """
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        allowed = "float32, bfloat16, float16"
+        raise ConfigError(f"{name!r} names no dtype; allowed: {allowed}", key="dtype", value=str(name), allowed=allowed)
+    return dtype

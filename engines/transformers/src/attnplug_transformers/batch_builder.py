@@ -1,0 +1,114 @@
+"""From a step's plan to the tensors of a ``ForwardBatch``: packed on the host, one copy to the device."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from attnplug.batch import ForwardBatch
+from attnplug.kv.translator import KVIndexTranslator
+from attnplug.modes import ForwardMode
+
+from .pages import RequestTable
+from .scheduler import ScheduledRows, StepPlan
+
+__all__ = ["BatchBuilder", "StepInputs"]
+
+
+class StepInputs(NamedTuple):
+    """What one forward of the model takes."""
+
+    batch: ForwardBatch
+    input_ids: Tensor
+    """[T] int64, device."""
+    logits_rows: Tensor
+    """[n] int64, device: the token rows after which a token is chosen."""
+
+
+class BatchBuilder:
+    """Fills batches from plans.
+
+    Args:
+        table: Slots of the requests' positions.
+        translator: Plans reads and writes of the pool.
+        device: Where the batch is.
+    """
+
+    def __init__(self, table: RequestTable, translator: KVIndexTranslator, device: torch.device) -> None:
+        self._table, self._translator, self._device = table, translator, device
+
+    def build(self, plan: StepPlan) -> StepInputs:
+        """Return a step's inputs; the device tensors are views of one buffer that nothing overwrites."""
+        rows = plan.rows
+        counts = [row.count for row in rows]
+        ends = list(accumulate(counts))
+        b, t = len(rows), ends[-1]
+        sampled = [end - 1 for row, end in zip(rows, ends) if row.samples]
+        is_decode = plan.mode is ForwardMode.DECODE
+        wide, narrow = 3 * t + 2 * b + len(sampled), 0 if is_decode else 3 * b
+        host = torch.empty(wide + (narrow + 1) // 2, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        packed = host.numpy()
+        seq_lens = [row.start + row.count for row in rows]
+        packed[3 * t : 3 * t + b] = [row.request.row for row in rows]
+        packed[3 * t + b : 3 * t + 2 * b] = seq_lens
+        packed[3 * t + 2 * b : wide] = sampled
+        if is_decode:
+            self._fill_decode(packed, rows)
+        else:
+            self._fill_extend(packed, rows, t)
+            narrow_view = packed[wide:].view(np.int32)
+            narrow_view[:b] = counts
+            narrow_view[b : 2 * b] = [row.start for row in rows]
+            narrow_view[2 * b : 3 * b] = [end - count for end, count in zip(ends, counts)]
+        device = host.to(self._device, non_blocking=True)
+        input_ids, positions, slots = device[:t], device[t : 2 * t], device[2 * t : 3 * t]
+        row_ids = device[3 * t : 3 * t + b]
+        extend = {} if is_decode else self._extend_fields(device[wide:].view(torch.int32), rows, counts, t)
+        batch = ForwardBatch(
+            forward_mode=plan.mode,
+            batch_size=b,
+            req_pool_indices=row_ids,
+            seq_lens=device[3 * t + b : 3 * t + 2 * b],
+            seq_lens_cpu=host[3 * t + b : 3 * t + 2 * b],
+            seq_lens_sum=sum(seq_lens),
+            max_seq_len=max(seq_lens),
+            positions=positions,
+            out_cache_loc=slots,
+            kv_loc_plan=self._translator.plan(req_pool_indices=row_ids, out_cache_loc=slots),
+            **extend,
+        )
+        return StepInputs(batch, input_ids, device[3 * t + 2 * b : wide])
+
+    def _fill_decode(self, packed: npt.NDArray[np.int64], rows: list[ScheduledRows]) -> None:
+        b = len(rows)
+        packed[:b] = [row.request.tokens[row.start] for row in rows]
+        packed[b : 2 * b] = [row.start for row in rows]
+        packed[2 * b : 3 * b] = self._table.host[packed[3 * b : 4 * b], packed[b : 2 * b]]
+
+    def _fill_extend(self, packed: npt.NDArray[np.int64], rows: list[ScheduledRows], t: int) -> None:
+        at = 0
+        for request, start, count in rows:
+            stop = start + count
+            packed[at : at + count] = request.tokens[start:stop]
+            packed[t + at : t + at + count] = np.arange(start, stop)
+            packed[2 * t + at : 2 * t + at + count] = self._table.host[request.row, start:stop]
+            at += count
+
+    @staticmethod
+    def _extend_fields(
+        narrow: Tensor, rows: list[ScheduledRows], counts: list[int], t: int
+    ) -> dict[str, Tensor | tuple[int, ...] | int]:
+        b = len(rows)
+        return {
+            "extend_seq_lens": narrow[:b],
+            "extend_prefix_lens": narrow[b : 2 * b],
+            "extend_start_loc": narrow[2 * b : 3 * b],
+            "extend_seq_lens_cpu": tuple(counts),
+            "extend_prefix_lens_cpu": tuple(row.start for row in rows),
+            "extend_num_tokens": t,
+        }

@@ -1,0 +1,200 @@
+"""The engine: requests in, tokens out, one step of the model at a time."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnplug.backend import AttentionBackend
+
+from .backends import (
+    BackendFactory,
+    ConfigSource,
+    Selection,
+    build_serving,
+    check_placement,
+    read_config,
+    select,
+    serves_mixed,
+)
+from .batch_builder import BatchBuilder
+from .core import EngineCore
+from .detokenize import Tokenizer
+from .intake import Intake
+from .loading import dtype_name, resolve_dtype
+from .loop import RequestLoop
+from .model_source import open_model
+from .model_spec import model_spec_from_config
+from .pages import PageAllocator
+from .runner import ModelRunner
+from .scheduler import Scheduler, SchedulerLimits
+from .sites import make_layers
+from .sizes import choose_sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Engine"]
+
+
+class Engine(RequestLoop):
+    """Serves a transformers model on attnplug backends: continuous batching over a paged KV pool.
+
+    The model stays its owner's: between steps it computes attention as it did before. It is put in evaluation mode. One
+    step runs at a time; calls from several threads take turns.
+
+    Args:
+        model: A causal language model of transformers, with its weights.
+        tokenizer: For prompts given as texts, for ``Completion.text``, and for stop strings.
+        attention: A configuration, its tables, or its file; None: the configuration ladder.
+        device: Where the model must be; its own device by default.
+        dtype: What the model must have; its own dtype by default.
+        page_size: Tokens a page; the configuration's by default.
+        max_batch_size: Most requests that run at once.
+        max_num_tokens: Most tokens of a step.
+        chunk_size: Most prompt tokens of a step, by which long prompts let others go on; max_num_tokens by default.
+        max_context_len: Most tokens of prompt and completion together; the model's by default.
+        num_pages: Size of the KV pool.
+        kv_cache_bytes: The same, in bytes; by default 2 GiB on a CPU, and 80 % of what is free on a GPU.
+        backend_factory: Builds the backend in place of the configuration, for backends made by hand.
+        check_batches: Check the values of each step's batch too, which synchronises.
+
+    Raises:
+        AttnplugError: The model cannot be served, no backend fits it, or an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer | None = None,
+        *,
+        attention: ConfigSource = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        page_size: int | None = None,
+        max_batch_size: int = 32,
+        max_num_tokens: int = 2048,
+        chunk_size: int | None = None,
+        max_context_len: int | None = None,
+        num_pages: int | None = None,
+        kv_cache_bytes: int | None = None,
+        backend_factory: BackendFactory | None = None,
+        check_batches: bool = False,
+        selection: Selection | None = None,
+    ) -> None:
+        check_placement(model, device, dtype)
+        self.model = model
+        self.device, self.dtype = model.device, model.dtype
+        self.model_spec = model_spec_from_config(model.config, dtype=dtype_name(self.dtype))
+        if selection is None:
+            config = read_config(attention, page_size=page_size)
+            selection = select(self.model_spec, config, self.device, backend_factory)
+        self.config, self.decision = selection.config, selection.decision
+        self.sizes = choose_sizes(
+            self.model_spec,
+            page_size=selection.page_size,
+            kv_dtype=selection.kv_dtype,
+            device=self.device,
+            max_batch_size=max_batch_size,
+            max_num_tokens=max_num_tokens,
+            chunk_size=chunk_size,
+            max_context_len=max_context_len,
+            num_pages=num_pages,
+            kv_cache_bytes=kv_cache_bytes,
+        )
+        layers = make_layers(model, self.model_spec)
+        model.eval()
+        serving = build_serving(
+            self.model_spec, selection, self.sizes, dtype=self.dtype, device=self.device, factory=backend_factory
+        )
+        self.backend: AttentionBackend = serving.backend
+        self.pages = PageAllocator(self.sizes.num_pages, self.sizes.page_size)
+        limits = SchedulerLimits(
+            max_batch_size=self.sizes.max_batch_size,
+            max_num_tokens=self.sizes.max_num_tokens,
+            chunk_size=self.sizes.chunk_size,
+            mixed=serves_mixed(self.backend, self.model_spec),
+        )
+        self.scheduler = Scheduler(limits, self.pages, serving.table)
+        core = EngineCore(
+            self.scheduler,
+            BatchBuilder(serving.table, serving.translator, self.device),
+            ModelRunner(model, layers, self.backend),
+            num_slots=serving.pool.num_slots if check_batches else None,
+        )
+        super().__init__(core, Intake(model, tokenizer, self.sizes), tokenizer)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str | os.PathLike[str],
+        *,
+        attention: ConfigSource = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        page_size: int | None = None,
+        max_batch_size: int = 32,
+        max_num_tokens: int = 2048,
+        chunk_size: int | None = None,
+        max_context_len: int | None = None,
+        num_pages: int | None = None,
+        kv_cache_bytes: int | None = None,
+        backend_factory: BackendFactory | None = None,
+        check_batches: bool = False,
+    ) -> Engine:
+        """Load a model with its tokenizer and serve it; what no installed backend can serve is refused before that.
+
+        Args:
+            path_or_id: A folder, a ``.gguf`` file, a packaged model or a Hub id; see ``loading.load_model``.
+            attention: See ``Engine``, as for all below.
+            device: Where it goes; the best device of this machine by default.
+            dtype: What it computes in; "auto": float32 on a CPU, elsewhere as stored.
+            page_size: Tokens a page.
+            max_batch_size: Most requests that run at once.
+            max_num_tokens: Most tokens of a step.
+            chunk_size: Most prompt tokens of a step.
+            max_context_len: Most tokens of prompt and completion together.
+            num_pages: Size of the KV pool.
+            kv_cache_bytes: The same, in bytes.
+            backend_factory: Builds the backend in place of the configuration.
+            check_batches: Check the values of each step's batch too.
+
+        Raises:
+            AttnplugError: The model cannot be found, loaded or served, or an argument is wrong.
+        """
+        config = read_config(attention, page_size=page_size)
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        source = open_model(os.fspath(path_or_id))
+        wanted = resolve_dtype(dtype, where, source.stored_dtype())
+        selection = select(source.model_spec(dtype_name(wanted)), config, where, backend_factory)
+        loaded = source.load(dtype=wanted, device=where)
+        return cls(
+            loaded.model,
+            loaded.tokenizer,
+            max_batch_size=max_batch_size,
+            max_num_tokens=max_num_tokens,
+            chunk_size=chunk_size,
+            max_context_len=max_context_len,
+            num_pages=num_pages,
+            kv_cache_bytes=kv_cache_bytes,
+            backend_factory=backend_factory,
+            check_batches=check_batches,
+            selection=selection,
+        )
+
+    def close(self) -> None:
+        """End all requests and give back the backend's workspaces."""
+        with self._lock:
+            self.abort_all()
+            self.backend.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

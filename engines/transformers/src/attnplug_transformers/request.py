@@ -1,0 +1,78 @@
+"""One request's state inside the engine."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .detokenize import TextStream
+from .results import FinishReason
+from .sampling import SamplingParams
+
+__all__ = ["EngineRequest", "RequestStatus"]
+
+
+class RequestStatus(Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    """Holds no row and no pages."""
+    RUNNING = "running"
+    """Holds a row of ``req_to_token`` and pages."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class EngineRequest:
+    """A prompt with what was generated for it. The scheduler owns row, pages and ``num_computed``."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    params: SamplingParams
+    end_ids: frozenset[int]
+    """Tokens that end it."""
+    max_len: int
+    """Most tokens of prompt and output together: the context."""
+    text: TextStream | None = None
+    """Where its text grows, if it streams text or watches for stop strings."""
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and output: all that is known, whether its keys are in the pool or not."""
+    num_computed: int = 0
+    """How many of the tokens have their keys and values in the pool."""
+    pages: list[int] = field(default_factory=list)
+    row: int = 0
+    """Row of ``req_to_token``; 0 while it waits."""
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    rng: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.prompt]
+        self.rng = random.Random(self.params.seed)
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """The tokens generated so far; a preemption keeps them."""
+        return tuple(self.tokens[len(self.prompt) :])
+
+    @property
+    def num_pending(self) -> int:
+        """Known tokens that are not in the pool yet: 1 while decoding."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all but the newest generated token is in the pool."""
+        return self.num_pending == 1 and self.num_computed >= len(self.prompt)
+
+    def append(self, token: int) -> None:
+        """Take a generated token and decide whether it was the last."""
+        self.tokens.append(token)
+        stopped = self.text is not None and self.text.push(token)
+        if token in self.end_ids or stopped:
+            self.finish_reason = "stop"
+        elif len(self.tokens) - len(self.prompt) >= self.max_new_tokens or len(self.tokens) >= self.max_len:
+            self.finish_reason = "length"

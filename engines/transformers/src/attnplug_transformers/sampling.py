@@ -1,0 +1,101 @@
+"""From logits to tokens: greedy, or by temperature, top-k and top-p with a generator of the request's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug.errors import ConfigError
+
+__all__ = ["SamplingParams", "sample"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request chooses its tokens, and where it stops."""
+
+    temperature: float = 0.0
+    """0: the likeliest token, always."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens whose probabilities reach this sum."""
+    top_k: int = 0
+    """Keep this many tokens; 0: all."""
+    seed: int | None = None
+    """The same seed gives the same tokens, whatever else is in the batch; None: another each time."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; they are not part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, beside the model's own end tokens; they are part of it."""
+    ignore_eos: bool = False
+    """Go on after the model's end tokens."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        faults = []
+        if not self.temperature >= 0 or self.temperature == float("inf"):
+            faults.append(f"temperature is {self.temperature}; allowed: 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            faults.append(f"top_p is {self.top_p}; allowed: above 0, at most 1")
+        if self.top_k < 0:
+            faults.append(f"top_k is {self.top_k}; allowed: 0 (all tokens) or a positive number")
+        if any(not text for text in self.stop):
+            faults.append("stop holds an empty text; allowed: texts of at least one character")
+        if faults:
+            raise ConfigError("sampling: " + "; ".join(faults), key="sampling")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int]:
+    """Choose a token a row; one synchronisation.
+
+    Args:
+        logits: [n, vocabulary], any float dtype, any device; not changed.
+        params: One a row.
+        uniforms: A number of [0, 1) a row, from its request's generator; not read for greedy rows.
+
+    Returns:
+        n token ids.
+    """
+    tokens = torch.argmax(logits, dim=-1)
+    rows = [row for row, one in enumerate(params) if not one.is_greedy]
+    if rows:
+        index = torch.tensor(rows, device=logits.device)
+        chosen = _draw(logits[index], [params[row] for row in rows], [uniforms[row] for row in rows])
+        tokens = tokens.index_copy(0, index, chosen)
+    ids: list[int] = tokens.tolist()
+    return ids
+
+
+def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """Draw by inverting the cumulative distribution: one uniform number a token, so the device does not matter."""
+    device, vocabulary = logits.device, logits.shape[-1]
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(-1)
+
+    probs = torch.softmax(logits.float() / column([one.temperature for one in params]), dim=-1)
+    if all(one.top_k in (0, vocabulary) and one.top_p == 1.0 for one in params):
+        return _invert(probs, column(uniforms)).squeeze(-1)
+    probs, order = torch.sort(probs, dim=-1, descending=True, stable=True)
+    # top-p counts what top-k kept as the whole, as transformers' warpers in their order do.
+    kept = column([float(one.top_k or vocabulary) for one in params])
+    probs = torch.where(torch.arange(vocabulary, device=device) < kept, probs, torch.zeros_like(probs))
+    probs = probs / probs.sum(-1, keepdim=True)
+    before = torch.cumsum(probs, dim=-1) - probs
+    probs = torch.where(before < column([one.top_p for one in params]), probs, torch.zeros_like(probs))
+    return torch.gather(order, -1, _invert(probs, column(uniforms))).squeeze(-1)
+
+
+def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the first index whose cumulative weight exceeds ``uniform · total``, [n, 1]; never one of weight 0."""
+    totals = torch.cumsum(probs, dim=-1)
+    # A uniform of nearly 1 rounds to the total itself; the last index below it is the last with a weight.
+    target = torch.minimum(uniforms * totals[:, -1:], torch.nextafter(totals[:, -1:], torch.zeros_like(uniforms)))
+    return torch.searchsorted(totals, target, right=True)
