@@ -122,14 +122,30 @@ def test_a_model_with_sinks_on_a_backend_without_is_refused(dists, run, tmp_path
     assert (code, "a: sinks: asked sinks (layer 0)" in err) == (2, True)
 
 
-@pytest.mark.parametrize("made", [False, True], ids=["absent-path", "no-engine"])
-def test_a_model_that_cannot_be_read_is_an_error(dists, run, tmp_path, made):
+@pytest.mark.parametrize(
+    ("reader", "said"),
+    [
+        (None, "pip install attnplug-transformers"),
+        ("def read(path):\n    return None", "is no path that exists"),
+        ("def read(path):\n    raise KeyError('layers')", "e (engine 1.0): KeyError: 'layers'"),
+        ("def read(path):\n    return 3", "returned a int, not a ModelSpec"),
+    ],
+    ids=["no-engine", "absent-path", "raises", "wrong-type"],
+)
+def test_a_model_that_cannot_be_read_is_an_error(dists, run, reader, said):
     dists.backend("a")
-    if made:
-        (tmp_path / "model").mkdir()
+    if reader:
+        dists.dist("engine", entry_points={"attnplug.model_specs.v1": {"e": "reader:read"}}, modules={"reader": reader})
     code, _, err = run("resolve", "--model", "model", "--device", "cpu")
-    assert code == 2
-    assert ("pip install attnplug-transformers" if made else "does not exist") in err
+    assert (code, said in err) == (2, True)
+
+
+def test_another_engine_answers_where_one_fails_to_read_a_model(dists, run):
+    dists.backend("a")
+    for name, source in (("d", "def read(path):\n    raise KeyError('layers')"), ("e", READER)):
+        points = {"attnplug.model_specs.v1": {name: f"reader_{name}:read"}}
+        dists.dist(f"engine-{name}", entry_points=points, modules={f"reader_{name}": source})
+    assert run_json(run, "resolve", "--model", "model", "--device", "cpu")["model"] == "model"
 
 
 def test_a_plugin_that_raises_at_load_is_one_message(dists, run):
@@ -172,6 +188,19 @@ def test_validate_tells_every_fault_at_once(dists, run, tmp_path):
     code, out, _ = run("validate", "c.toml", "--json")
     data = json.loads(out)
     assert (code, data["ok"], len(data["problems"])) == (2, False, 3)
+
+
+def test_validate_checks_options_beside_a_wrong_key(dists, run, tmp_path):
+    dists.backend("a", plugin=OPTIONS)
+    (tmp_path / "c.toml").write_text("[attention]\nprefil = 'a'\n[backend.a]\nsplit = 3\n")
+    code, _, err = run("validate", "c.toml")
+    assert (code, "'attention.prefill'" in err, "'backend.a.splits'" in err) == (2, True, True)
+
+
+@pytest.mark.parametrize("name", ["absent.toml", "c.ini"])
+def test_validate_of_a_file_that_cannot_be_read_exits_2(dists, run, name):
+    code, _, err = run("validate", name)
+    assert (code, name in err) == (2, True)
 
 
 def test_validate_passes_a_right_file_and_notes_what_is_absent(dists, run, tmp_path):

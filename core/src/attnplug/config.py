@@ -18,7 +18,7 @@ Name = Annotated[str, StringConstraints(strict=True, min_length=1, pattern=r"^[A
 Names = Name | Annotated[list[Name], Field(min_length=1)]
 """A backend's name, an ordered list of them, or "auto"; "auto" may end a list."""
 PositiveInt = Annotated[int, Field(strict=True, ge=1)]
-KVDtype = Literal["auto", "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"]
+KVDtype = Literal["auto", "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 
 
 class _Table(BaseModel):

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pluggy
 from pydantic import BaseModel
 
-from . import known
-from ._metadata import PLUGINS_GROUP, Announcement, canonical_name
+from ._metadata import canonical_name
 from .catalog import Catalog
 from .config import AttentionConfig
 from .decision import Choice, Decision
 from .device import DeviceFacts
 from .entry import State
 from .errors import AttnplugError, BackendIncompatible, BackendLoadError, ConfigError, ContractViolation
-from .plugin import LoadedPlugin, failed, load_plugin, new_plugin_manager, probe_plugin, validate_options
+from .plugin import LoadedPlugin, failed, load_observer, load_plugin, new_plugin_manager, probe_plugin, validate_options
 from .request import Request, Role
 
 if TYPE_CHECKING:
@@ -61,7 +60,8 @@ class BackendManager:
         self._cold = new_plugin_manager()
         self.config.check_requires()
         for name in self.config.plugins.load:
-            self._load_observer(name)
+            source = self.config.rung("plugins.load").source
+            self.add_observer(name, load_observer(name, self.catalog.scan, source=source))
 
     @property
     def observers(self) -> tuple[str, ...]:
@@ -241,22 +241,6 @@ class BackendManager:
             self._roles[key] = manager
         return self._roles[key]
 
-    def _load_observer(self, name: str) -> None:
-        found = [a for a in self.catalog.scan.group(PLUGINS_GROUP) if a.name == name]
-        rung = self.config.rung("plugins.load")
-        if len(found) != 1:
-            raise _no_observer(name, found, [a.name for a in self.catalog.scan.group(PLUGINS_GROUP)], rung.source)
-        announcement = found[0]
-        try:
-            plugin = announcement.entry_point.load()
-        # Foreign code, as in load_plugin: raised again with its name on it.
-        except (Exception, SystemExit) as error:
-            raise BackendLoadError(
-                f"plugin {name!r} of {announcement.dist} failed to load: {type(error).__name__}: {error}",
-                remedy=f"repair {announcement.dist.name}, or take {name!r} out of [plugins] load",
-            ) from error
-        self.add_observer(name, plugin)
-
     def _verify(self, name: str, distribution: str, version: str) -> None:
         entry = self.catalog.get(name)
         if canonical_name(entry.distribution) != canonical_name(distribution) or entry.version != version:
@@ -276,22 +260,6 @@ def _no_backend(choice: Choice, decision: Decision, failures: Sequence[BackendLo
     return BackendLoadError(
         f"{choice.role.value}: no backend that fallback = {decision.fallback!r} allows loads:\n  {text}",
         remedy=failures[0].remedy,
-    )
-
-
-def _no_observer(name: str, found: Sequence[Announcement], names: Sequence[str], source: str) -> ConfigError:
-    if found:
-        dists = ", ".join(str(a.dist) for a in found)
-        return ConfigError(f"plugin {name!r} is announced by {dists}", source=source, key="plugins.load", value=name)
-    hint = known.did_you_mean(name, names)
-    allowed = ", ".join(sorted(names)) or "none is installed"
-    return ConfigError(
-        f"nothing installed announces a plugin {name!r} in {PLUGINS_GROUP}; installed: {allowed}. {hint}".strip(),
-        source=source,
-        key="plugins.load",
-        value=name,
-        allowed=allowed,
-        remedy="install the distribution that brings it, or take it out of [plugins] load",
     )
 
 

@@ -16,16 +16,12 @@ def load_model_spec(path: str, installed: Scan | None = None) -> ModelSpec:
     An entry point of the group names a callable ``(path: str) -> ModelSpec | None``; None: not a kind that it reads.
 
     Args:
-        path: A checkpoint's folder or file.
+        path: A checkpoint's folder or file, or a name that an engine knows.
         installed: Installed metadata; the process's scan by default.
 
     Raises:
-        UnsupportedModel: The path is absent, no installed engine reads it, or one that should fails to.
+        UnsupportedModel: Nothing of that name is there, no installed engine reads it, or one that should fails to.
     """
-    if not Path(path).exists():
-        raise UnsupportedModel(
-            f"model path {path} does not exist", remedy="give the folder of config.json and the weights, or a GGUF file"
-        )
     readers = (installed or scan()).group(MODEL_SPECS_GROUP)
     failures = []
     for reader in readers:
@@ -41,6 +37,12 @@ def load_model_spec(path: str, installed: Scan | None = None) -> ModelSpec:
             return spec
         if spec is not None:
             failures.append(f"{reader.name} ({reader.dist}): returned a {type(spec).__name__}, not a ModelSpec")
+    # Asked last: an engine may know names that are no paths, such as models that packages bring.
+    if not Path(path).exists() and readers and not failures:
+        raise UnsupportedModel(
+            f"{path!r} is no path that exists, and no name that an installed engine knows",
+            remedy="give the folder of config.json and the weights, or a GGUF file",
+        )
     names = ", ".join(f"{reader.name} ({reader.dist})" for reader in readers) or "none"
     raise UnsupportedModel(
         "\n  ".join([f"no installed engine reads the model at {path}; engines: {names}", *failures]),

@@ -1,16 +1,18 @@
-"""One loaded plugin: imported from the catalog's own entry point, checked against the hooks, options validated."""
+"""Loading of one plugin: imported from the catalog's own entry point, checked against the hooks, options validated."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 from pydantic import BaseModel, ValidationError
 
+from . import known
 from ._faults import config_error
+from ._metadata import PLUGINS_GROUP, Announcement, Scan
 from .catalog import Catalog
 from .entry import Entry, State
 from .errors import BackendLoadError, ConfigError, Reason
@@ -128,3 +130,41 @@ def probe_plugin(loaded: LoadedPlugin, device: DeviceFacts) -> list[str]:
     trial.register(loaded.plugin, loaded.name)
     answers: list[list[str] | None] = trial.hook.attnplug_probe(spec=loaded.spec, device=device)
     return [text for answer in answers for text in answer or ()]
+
+
+def load_observer(name: str, installed: Scan, *, source: str = "") -> object:
+    """Import a plugin without a backend, from the one distribution that announces it.
+
+    Raises:
+        ConfigError: None announces it, or several do.
+        BackendLoadError: It fails to import.
+    """
+    announced = installed.group(PLUGINS_GROUP)
+    found = [one for one in announced if one.name == name]
+    if len(found) != 1:
+        raise _no_observer(name, found, [one.name for one in announced], source)
+    try:
+        plugin: object = found[0].entry_point.load()
+    # Foreign code, as in load_plugin: raised again with its name on it.
+    except (Exception, SystemExit) as error:
+        raise BackendLoadError(
+            f"plugin {name!r} of {found[0].dist} failed to load: {type(error).__name__}: {error}",
+            remedy=f"repair {found[0].dist.name}, or take {name!r} out of [plugins] load",
+        ) from error
+    return plugin
+
+
+def _no_observer(name: str, found: Sequence[Announcement], names: Sequence[str], source: str) -> ConfigError:
+    if found:
+        dists = ", ".join(str(a.dist) for a in found)
+        return ConfigError(f"plugin {name!r} is announced by {dists}", source=source, key="plugins.load", value=name)
+    hint = known.did_you_mean(name, names)
+    allowed = ", ".join(sorted(names)) or "none is installed"
+    return ConfigError(
+        f"nothing installed announces a plugin {name!r} in {PLUGINS_GROUP}; installed: {allowed}. {hint}".strip(),
+        source=source,
+        key="plugins.load",
+        value=name,
+        allowed=allowed,
+        remedy="install the distribution that brings it, or take it out of [plugins] load",
+    )

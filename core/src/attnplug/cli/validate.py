@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import AttnplugError, UnknownBackend
+from ..sources import FILE, Rung, Sources, read_file, read_sources
 from .options import Json
 from .output import print_json
+
+if TYPE_CHECKING:
+    from ..config import AttentionConfig
 
 app = typer.Typer(add_completion=False)
 
@@ -48,10 +52,17 @@ def check(path: str | None) -> tuple[list[AttnplugError], list[str]]:
 
     problems: list[AttnplugError] = []
     notes: list[str] = []
+    sources = Sources()
     try:
-        config = AttentionConfig.from_file(path) if path else AttentionConfig.load()
+        if path:
+            sources.merge(read_file(path), Rung(FILE, path))
+        else:
+            sources = read_sources()
+        config = AttentionConfig.from_sources(sources)
     except AttnplugError as error:
-        return [error], notes
+        problems.append(error)
+        # What is well-formed beside the fault is checked too, so that one run tells all.
+        config = _sound_part(sources)
     try:
         config.check_requires()
     except AttnplugError as error:
@@ -87,6 +98,20 @@ def check(path: str | None) -> tuple[list[AttnplugError], list[str]]:
         except AttnplugError as error:
             problems.append(error)
     return _distinct(problems), notes
+
+
+def _sound_part(sources: Sources) -> AttentionConfig:
+    """Return the configuration without its faulty tables."""
+    from ..config import AttentionConfig
+
+    sound = Sources(rungs=sources.rungs)
+    for table, value in sources.data.items():
+        try:
+            AttentionConfig.model_validate({table: value})
+        except AttnplugError:
+            continue
+        sound.data[table] = value
+    return AttentionConfig.from_sources(sound)
 
 
 def _distinct(problems: list[AttnplugError]) -> list[AttnplugError]:
