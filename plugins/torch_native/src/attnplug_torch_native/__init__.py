@@ -1,1 +1,1 @@
-"""Attention in plain PyTorch: the complete reference backend."""
+"""The complete reference backend of attnplug, in plain PyTorch."""

@@ -1,0 +1,1 @@
+"""Attention math on plain tensors: no batch, no pool, no layer."""

@@ -1,0 +1,70 @@
+"""Reading key or value rows out of a pool's buffer: a view of one run of slots, or a gather into a kept buffer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..workspace import Workspace
+
+
+def _bytes(t: Tensor) -> Tensor:
+    # fp8 has no index_select on every device; its bytes do.
+    return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+
+
+def view_run(buffer: Tensor, first: int, count: int) -> Tensor:
+    """Return slots ``first … first + count`` of an NHD buffer, [1, count, Hk, D]: no copy."""
+    return buffer[first : first + count].unsqueeze(0)
+
+
+def gather_slots(buffer: Tensor, slots: Tensor, requests: int, workspace: Workspace, name: str) -> Tensor:
+    """Gather rows by slot.
+
+    Args:
+        buffer: NHD [slots, Hk, D].
+        slots: [requests · n] int64, device.
+        requests: How many equal parts the slots are.
+        workspace: Holds the result until the next gather of the same name.
+        name: Of the buffer: 'k' or 'v'.
+
+    Returns:
+        [requests, n, Hk, D], the pool's dtype, dense.
+    """
+    heads, dim = buffer.shape[1:]
+    source = _bytes(buffer)
+    if source.is_contiguous():
+        source = source.view(buffer.shape[0], heads * dim)  # one long row a slot copies twice as fast
+    out = workspace.take(name, (slots.numel(), *source.shape[1:]), source.dtype)
+    torch.index_select(source, 0, slots, out=out)
+    return out.view(buffer.dtype).view(requests, slots.numel() // requests, heads, dim)
+
+
+def gather_pages(
+    buffer: Tensor, pages: Tensor, requests: int, page_size: int, workspace: Workspace, name: str
+) -> Tensor:
+    """Gather whole pages of an NHD buffer [slots, Hk, D].
+
+    Args:
+        buffer: NHD [slots, Hk, D], dense.
+        pages: [requests · n] int64, device.
+        requests: How many equal parts the pages are.
+        page_size: Slots a page.
+        workspace: As ``gather_slots``.
+        name: As ``gather_slots``.
+
+    Returns:
+        [requests, n · page_size, Hk, D]; the caller cuts off what a page holds beyond its request.
+    """
+    heads, dim = buffer.shape[1:]
+    source = _bytes(buffer).view(buffer.shape[0] // page_size, page_size * heads * dim)
+    out = workspace.take(name, (pages.numel(), source.shape[1]), source.dtype)
+    torch.index_select(source, 0, pages, out=out)
+    return out.view(buffer.dtype).view(requests, pages.numel() // requests * page_size, heads, dim)
+
+
+def gather_head_major(buffer: Tensor, slots: Tensor, requests: int, workspace: Workspace, name: str) -> Tensor:
+    """Gather rows by slot from an HND buffer [pages, Hk, page_size, D]; returns as ``gather_slots``."""
+    page_size = buffer.shape[2]
+    rows = _bytes(buffer)[slots // page_size, :, slots % page_size]
+    return rows.view(buffer.dtype).view(requests, slots.numel() // requests, buffer.shape[1], buffer.shape[3])

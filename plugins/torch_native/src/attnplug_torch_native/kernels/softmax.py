@@ -1,0 +1,109 @@
+"""Attention over dense tiles in two ways: PyTorch's fused kernel where it suffices, written-out math elsewhere.
+
+Shapes here: N requests of one shape, Hk KV heads, M = t·G folded query rows (a KV head's group lies beside it), n keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """From q·k to weights, in the contract's order: scale, cap, mask, then sinks in the denominator."""
+
+    scale: float
+    """Factor on q·k, the keys' storage scale included."""
+    cap: float = 0.0
+    """Soft cap, ``cap · tanh(s / cap)``; 0: none."""
+    sinks: Tensor | None = None
+    """[Hk, G], a logit a query head; None: none."""
+    v_scale: float = 1.0
+    """Factor on the values."""
+
+
+class TileState(NamedTuple):
+    """One tile's result."""
+
+    out: Tensor
+    """[N, Hk, M, Dv], normalised; zeros where no key was visible."""
+    lse: Tensor | None
+    """[N, Hk, M] float32 or float64, natural log, without sinks; −inf where no key was visible."""
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that scores and sums are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """Attend by ``scaled_dot_product_attention``. No cap, no sinks, no LSE; every query sees at least one key.
+
+    Args:
+        q: [N, Hk, M, D].
+        k: [N, Hk, n, D], any strides with a dense last dimension.
+        v: [N, Hk, n, Dv] likewise.
+        mask: [N or 1, 1, M, n] bool, True where visible; None: all.
+        scores: Its scale and v_scale are used.
+
+    Returns:
+        [N, Hk, M, Dv] in q's dtype.
+    """
+    d, dv, m = q.shape[-1], v.shape[-1], q.shape[2]
+    # The fused kernels want one width; zeros add nothing to q·k, and a padded value column is cut off again.
+    if d < dv:
+        q, k = F.pad(q, (0, dv - d)), F.pad(k, (0, dv - d))
+    elif dv < d:
+        v = F.pad(v, (0, d - dv))
+    if m == 1:
+        # One row would go to a matrix-vector kernel whose sums depend on how its buffers happen to be aligned.
+        q = q.expand(-1, -1, 2, -1)
+        mask = None if mask is None else mask.expand(-1, -1, 2, -1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale)[:, :, :m, :dv]
+    return out if scores.v_scale == 1.0 else out * scores.v_scale
+
+
+def attend_explicit(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores, *, return_lse: bool
+) -> TileState:
+    """Attend by matrix products and a softmax written out: cap, sinks, LSE, and queries that see nothing.
+
+    Computed in float32, in float64 for float64 inputs. Arguments as ``attend_fused``; with ``return_lse`` sinks are
+    left out of the output too, so that states merge.
+    """
+    acc, dtype = accumulator(q.dtype), q.dtype
+    n_req, heads, m, _ = q.shape
+    rows = 2 if m == 1 else m
+    flat_q = _flat(q.expand(-1, -1, rows, -1), acc)
+    flat_k, flat_v = _flat(k, acc), _flat(v, acc)
+    s = torch.bmm(flat_q, flat_k.transpose(1, 2)).view(n_req, heads, rows, -1)[:, :, :m]
+    s = s.mul_(scores.scale)
+    if scores.cap:
+        s = s.div_(scores.cap).tanh_().mul_(scores.cap)
+    if mask is not None:
+        s = s.masked_fill_(~mask, float("-inf"))
+    top = s.amax(-1, keepdim=True)
+    sink = None
+    if scores.sinks is not None and not return_lse:
+        # Row i·G + g of a KV head is query i of the group's head g.
+        sink = scores.sinks.to(acc).repeat(1, m // scores.sinks.shape[1])[None, :, :, None]
+        top = torch.maximum(top, sink)
+    top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
+    p = s.sub_(top).exp_()
+    total = p.sum(-1, keepdim=True)
+    denominator = total if sink is None else total + torch.exp(sink - top)
+    weights = p if rows == m else p.expand(-1, -1, rows, -1)
+    out = torch.bmm(_flat(weights, acc), flat_v).view(n_req, heads, rows, -1)[:, :, :m]
+    out = out * (scores.v_scale / torch.where(denominator == 0, torch.ones_like(total), denominator))
+    lse = (top + torch.log(total)).squeeze(-1) if return_lse else None
+    return TileState(out.to(dtype), lse)
+
+
+def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [N·Hk, rows, width] in a dtype: a view where there is one, else a dense copy."""
+    return x.to(dtype).flatten(0, 1)

@@ -1,0 +1,69 @@
+"""One tile: fold each KV head's query group into the rows, cut long query blocks, attend, unfold."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .mask import Visibility
+from .softmax import Scores, TileState, accumulator, attend_explicit, attend_fused
+
+
+def attend_tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    mask: Tensor | None,
+    scores: Scores,
+    *,
+    explicit: bool,
+    return_lse: bool,
+    max_cells: int,
+) -> TileState:
+    """Attend the requests of a tile.
+
+    Memory is bounded: long queries are cut into blocks of at most ``max_cells`` scores, and a block reads only the
+    columns that some query of it may see. How they are cut follows from t and n alone.
+
+    Args:
+        q: [N, t, Hq, D].
+        k: [N, n, Hk, D], any strides with a dense last dimension.
+        v: [N, n, Hk, Dv] likewise.
+        visibility: Who sees what.
+        mask: [N or 1, t, n] bool in its place, or None.
+        scores: Scale, cap, sinks.
+        explicit: Write the softmax out instead of calling the fused kernel.
+        return_lse: Give the LSE, and leave sinks out.
+        max_cells: Most scores of one request in one call.
+
+    Returns:
+        out [N, t, Hq, Dv] in q's dtype, and lse [N, t, Hq] where asked for.
+    """
+    n_req, t, hq, _ = q.shape
+    n, hk, dv = k.shape[1], k.shape[2], v.shape[3]
+    group = hq // hk
+    folded = q.view(n_req, t, hk, group, -1).permute(0, 2, 1, 3, 4)  # [N, Hk, t, G, D]
+    keys, values = k.transpose(1, 2), v.transpose(1, 2)
+    step = max(1, min(t, max_cells // max(1, hq * n)))
+    outs, lses = [], []
+    for lo in range(0, t, step):
+        hi = min(t, lo + step)
+        first, stop = (0, n) if mask is not None else visibility.columns(lo, hi, n)
+        cells = visibility.mask((lo, hi), (first, stop), q.device) if mask is None else mask[:, lo:hi]
+        rows = folded[:, :, lo:hi].flatten(2, 3)
+        if cells is not None:
+            cells = cells[:, None, :, None].expand(-1, 1, -1, group, -1).flatten(2, 3)
+        part_k, part_v = keys[:, :, first:stop], values[:, :, first:stop]
+        if explicit:
+            out, lse = attend_explicit(rows, part_k, part_v, cells, scores, return_lse=return_lse)
+        else:
+            out, lse = attend_fused(rows, part_k, part_v, cells, scores), None
+        outs.append(out.reshape(n_req, hk, hi - lo, group, dv).permute(0, 2, 1, 3, 4).reshape(n_req, hi - lo, hq, dv))
+        if lse is not None:
+            lses.append(lse.reshape(n_req, hk, hi - lo, group).permute(0, 2, 1, 3).reshape(n_req, hi - lo, hq))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+    if not return_lse:
+        return TileState(out, None)
+    acc = accumulator(q.dtype)
+    return TileState(out, (lses[0] if len(lses) == 1 else torch.cat(lses, 1)).to(acc))
