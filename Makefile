@@ -19,6 +19,9 @@ DISTS := -e core -e plugins/torch_native -e engines/transformers[gguf]
 PYPROJECTS := $(wildcard core/pyproject.toml plugins/*/pyproject.toml engines/*/pyproject.toml)
 SOURCES := $(wildcard core/src plugins/*/src engines/*/src)
 
+# Those that a CPU can run; a file that starts with '_' is a helper.
+BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
+
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 
@@ -28,7 +31,7 @@ help:
 	@echo "make demo    real text from SmolLM2-135M on this CPU, compared token for token with transformers"
 	@echo "make test    the whole suite"
 	@echo "make lint    ruff, mypy"
-	@echo "make bench   the benchmarks that need no GPU; results are printed"
+	@echo "make bench   the benchmarks that need no GPU; see benchmarks/README.md"
 	@echo "make clean   remove $(VENV) and caches"
 
 $(VENV)/pyvenv.cfg:
@@ -75,7 +78,7 @@ format: $(DEV)
 	@$(BIN)/ruff format .
 
 bench: $(DEV)
-	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
