@@ -24,7 +24,7 @@ from .batch_builder import BatchBuilder
 from .core import EngineCore
 from .detokenize import Tokenizer
 from .intake import Intake
-from .loading import dtype_name, resolve_dtype
+from .loading import dtype_name, resolve_device, resolve_dtype
 from .loop import RequestLoop
 from .model_source import open_model
 from .model_spec import model_spec_from_config
@@ -166,7 +166,7 @@ class Engine(RequestLoop):
             AttnplugError: The model cannot be found, loaded or served, or an argument is wrong.
         """
         config = read_config(attention, page_size=page_size)
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        where = resolve_device(device)
         source = open_model(os.fspath(path_or_id))
         wanted = resolve_dtype(dtype, where, source.stored_dtype())
         selection = select(source.model_spec(dtype_name(wanted)), config, where, backend_factory)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnplug.errors import AttnplugError, UnsupportedModel
+from attnplug.errors import AttnplugError, ConfigError, UnsupportedModel
 
 from .model_source import open_model
 from .model_spec import model_spec_from_config
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
     from attnplug.model_spec import ModelSpec
 
-__all__ = ["CheckpointSource", "LoadedModel", "dtype_name", "load_model", "resolve_dtype"]
+__all__ = ["CheckpointSource", "LoadedModel", "dtype_name", "load_model", "resolve_device", "resolve_dtype"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_SECONDS = 10.0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
@@ -40,35 +41,61 @@ class LoadedModel:
 
 
 def load_model(
-    path_or_id: str, *, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu"
+    path_or_id: str, *, dtype: str | torch.dtype = "auto", device: str | torch.device | None = None
 ) -> LoadedModel:
     """Load a model and its tokenizer.
 
     Args:
         path_or_id: See ``model_source.open_model``.
         dtype: float32, bfloat16, float16 or auto; see ``resolve_dtype``. Quantised GGUF weights are expanded to it.
-        device: Where the weights go.
+        device: Where the weights go; this machine's first GPU, or its CPU, by default.
 
     Raises:
+        ConfigError: A device that is not here, or a dtype that the engine does not compute in.
         UnsupportedModel: It is absent, damaged, incomplete, or of a kind that the engine does not serve.
     """
-    source, device = open_model(path_or_id), torch.device(device)
-    wanted = resolve_dtype(dtype, device, source.stored_dtype())
+    place, source = resolve_device(device), open_model(path_or_id)
+    wanted = resolve_dtype(dtype, place, source.stored_dtype())
     source.model_spec(dtype_name(wanted))  # Refuses before any weight is read.
-    return source.load(dtype=wanted, device=device)
+    return source.load(dtype=wanted, device=place)
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """Return a device that is in this machine; None: its first GPU, else its CPU.
+
+    Raises:
+        ConfigError: torch knows no such device, or it is not here.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    allowed = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
+    try:
+        place = torch.device(device or ("cuda" if count else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device {device!r} is none; allowed: {allowed}", key="device", value=str(device), allowed=allowed
+        ) from error
+    if place.type == "cpu" or (place.type == "cuda" and (place.index or 0) < count):
+        return place
+    raise ConfigError(
+        f"device {str(place)!r} is not in this machine; allowed: {allowed}",
+        key="device",
+        value=str(place),
+        allowed=allowed,
+    )
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device, stored: str) -> torch.dtype:
     """Return the dtype to compute in. "auto" is float32 on a CPU, elsewhere what is stored, bfloat16 for float32.
 
     Raises:
-        UnsupportedModel: A dtype that the engine does not compute in.
+        ConfigError: A dtype that the engine does not compute in.
     """
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else stored if stored in ("bfloat16", "float16") else "bfloat16"
     if name not in DTYPES:
-        raise UnsupportedModel(f"dtype {name!r}", remedy=f"allowed: auto, {', '.join(DTYPES)}")
+        allowed = f"auto, {', '.join(DTYPES)}"
+        raise ConfigError(f"dtype is {name!r}; allowed: {allowed}", key="dtype", value=name, allowed=allowed)
     return DTYPES[name]
 
 
@@ -87,6 +114,8 @@ class CheckpointSource:
     tried: str = ""
     """Why ``where`` is nothing local; it is asked of the Hub then."""
     _config: PretrainedConfig | None = field(default=None, repr=False)
+    _local_only: bool = field(default=False, repr=False)
+    """The Hub does not answer, and the model is in its cache."""
 
     def config(self) -> PretrainedConfig:
         """Return its config, read once.
@@ -100,6 +129,8 @@ class CheckpointSource:
             if self.gguf_file is not None:
                 _require("gguf", "accelerate")
             with self._faults("config"):
+                if self.tried:
+                    self._local_only = not _hub_answers(self.where)
                 self._config = AutoConfig.from_pretrained(self.where, **self._options())
         return self._config
 
@@ -156,7 +187,8 @@ class CheckpointSource:
             return AutoTokenizer.from_pretrained(self.where, **self._options())
 
     def _options(self) -> dict[str, Any]:
-        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+        options: dict[str, Any] = {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+        return options | {"local_files_only": True} if self._local_only else options
 
     @contextmanager
     def _faults(self, part: str) -> Iterator[None]:
@@ -174,6 +206,24 @@ class CheckpointSource:
                 if self.tried
                 else "check that the files are complete, and that the installed transformers knows the architecture",
             ) from error
+
+
+def _hub_answers(model_id: str) -> bool:
+    """Ask the Hub once for a model, since transformers repeats for half a minute where there is no network.
+
+    Returns:
+        Whether it answers; False where it does not and the model is in the cache. Else what it said is raised.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        HfApi().model_info(model_id, timeout=_HUB_SECONDS)
+    # Foreign code: the client's errors depend on the HTTP library that it was built on.
+    except Exception:
+        if isinstance(try_to_load_from_cache(model_id, "config.json"), str):
+            return False
+        raise
+    return True
 
 
 def _short(error: Exception) -> str:
