@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -30,10 +31,14 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=31)
     runs: int = parser.parse_args().runs
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    cpu_times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    load = os.getloadavg()
     for _ in range(runs + 1):
         # Interleaved, so that what else the machine does falls on all alike.
         for name, arguments in COMMANDS.items():
-            times[name].append(milliseconds(arguments))
+            wall, busy = milliseconds(arguments)
+            times[name].append(wall)
+            cpu_times[name].append(busy)
     # The first of each fills caches of the file system.
     medians = {name: round(statistics.median(values[1:]), 1) for name, values in times.items()}
     extra = round(medians["attnplug list"] - medians["python -c pass"], 1)
@@ -43,6 +48,9 @@ def main() -> int:
         "medians_ms": medians,
         "spread_ms": {name: [round(min(v[1:]), 1), round(max(v[1:]), 1)] for name, v in times.items()},
         "list_over_pass_ms": extra,
+        # Wall time grows with what else the machine does; these two say how much of it that was.
+        "cpu_medians_ms": {name: round(statistics.median(values[1:]), 1) for name, values in cpu_times.items()},
+        "load_average_before_and_after": [round(load[0], 2), round(os.getloadavg()[0], 2)],
         "limit_ms": LIMIT_MS,
         "backends_listed": len(listed()),
         "distributions_installed": len(list(importlib.metadata.distributions())),
@@ -56,10 +64,13 @@ def main() -> int:
     return 0 if extra < LIMIT_MS else 1
 
 
-def milliseconds(arguments: list[str]) -> float:
-    start = time.perf_counter()
+def milliseconds(arguments: list[str]) -> tuple[float, float]:
+    """Return the wall time and the CPU time of one fresh interpreter."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
-    return (time.perf_counter() - start) * 1e3
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return wall * 1e3, busy * 1e3
 
 
 def listed() -> list[object]:
