@@ -1,0 +1,75 @@
+"""What can never work is refused at once, with every reason, and nothing half-built stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnplug.errors import BackendRejected, ConfigError, UnknownBackend
+from attnplug_transformers import Engine, RequestRefused
+
+
+def test_all_bad_prompts_are_named_before_anything_runs(llama, serve):
+    engine = serve(llama, max_context_len=100, num_pages=4, page_size=16, kv_cache_bytes=None)
+    with pytest.raises(RequestRefused) as caught:
+        engine.generate([[1, 2], [], list(range(100)), [1] * 70, [999], "text", 5], [4, 4, 4, 4, 0, 4, 4])
+    problems = caught.value.problems
+    assert sorted(problems) == [1, 2, 3, 4, 5, 6]
+    assert "no tokens" in problems[1][0]
+    assert "context of 100" in problems[2][0]
+    assert "4 pages of 16" in problems[2][1]
+    assert "4 pages of 16" in problems[3][0]
+    assert "999 is outside the vocabulary" in problems[4][0]
+    assert "max_new_tokens is 0" in problems[4][1]
+    assert "no tokenizer" in problems[5][0]
+    assert "int" in problems[6][0]
+    assert "prompt 3: 70 tokens" in str(caught.value)
+    assert not engine.has_work
+
+
+def test_one_text_in_place_of_a_list_is_refused(llama, serve):
+    with pytest.raises(ConfigError, match="a list of texts"):
+        serve(llama).generate("hello")
+
+
+def test_a_limit_for_another_number_of_prompts_is_refused(llama, serve):
+    with pytest.raises(ConfigError, match="2 values for 1 prompts"):
+        serve(llama).generate([[1]], [3, 4])
+
+
+def test_sizes_that_cannot_be_are_named_together(llama, serve):
+    with pytest.raises(ConfigError) as caught:
+        serve(llama, max_batch_size=0, chunk_size=-1, max_context_len=4096, num_pages=5)
+    text = str(caught.value)
+    for part in ("max_batch_size is 0", "chunk_size is -1", "at most the model's 512", "both given"):
+        assert part in text
+
+
+def test_a_pool_too_small_for_a_page_is_refused(llama, serve):
+    with pytest.raises(ConfigError, match="at least two pages"):
+        serve(llama, kv_cache_bytes=1000)
+
+
+def test_an_impossible_page_size_is_refused(llama, serve):
+    with pytest.raises((ConfigError, BackendRejected), match="page_size"):
+        serve(llama, page_size=7)
+
+
+def test_a_loaded_model_elsewhere_than_said_is_refused(llama, serve):
+    with pytest.raises(ConfigError, match=r"device is cuda.*dtype is bfloat16"):
+        serve(llama, device="cuda", dtype="bfloat16")
+
+
+def test_an_unknown_backend_is_refused(llama):
+    with pytest.raises(UnknownBackend, match="torch_native"):
+        Engine(llama.model, attention={"attention": {"prefill": "torch_natve"}})
+
+
+def test_a_configuration_file_is_read(llama, prompts, expected, tmp_path):
+    file = tmp_path / "attn.toml"
+    file.write_text('[attention]\nprefill = "torch_native"\ndecode = "auto"\npage_size = 32\n')
+    engine = Engine(llama.model, attention=file, num_pages=40)
+    assert engine.sizes.page_size == 32
+    assert engine.decision is not None
+    assert engine.decision.decode == "torch_native"
+    assert engine.generate(prompts[:1], 24)[0].token_ids == expected[0]
+    assert Engine(llama.model, attention=file, page_size=64, num_pages=40).sizes.page_size == 64
