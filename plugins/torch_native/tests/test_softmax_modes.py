@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dense import World, assert_exact, layer
+from dense_world import World, assert_exact, layer
 
 from attnplug.attention_io import AttentionExtras
 from attnplug.modes import AttentionType, ForwardMode

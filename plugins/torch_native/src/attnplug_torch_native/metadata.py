@@ -43,8 +43,6 @@ class Tile:
     """Column 0's place in its first page."""
     mask: Tensor | None = None
     """[count or 1, t, n] bool, device: made once where it is small; replaces ``visibility`` where it is there."""
-    new_columns: Tensor | None = None
-    """[count · t] int64, device: where this step's own keys lie in the gathered columns."""
     may_see_nothing: bool = False
     """Whether a query may be left without a key, which the fused kernel does not promise zeros for."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnplug.kv.quant import quantize
 
-from .kernels.gather import gather_head_major, gather_pages, gather_slots, view_run
+from .kernels.gather import as_bytes, gather_head_major, gather_pages, gather_slots, view_run
 from .metadata import Tile, select_rows
 from .workspace import Workspace
 
@@ -106,13 +106,14 @@ class PoolSource:
         if key_lens is not None and (tile.may_see_nothing or self._new is not None):
             # A masked weight of 0 times NaN is NaN: what lies beyond a length must be finite.
             beyond = torch.arange(tile.n, device=found.device) >= key_lens[:, None]
-            found.masked_fill_(beyond[:, :, None, None], 0.0)
+            as_bytes(found).masked_fill_(beyond[:, :, None, None], 0)
         return found
 
     def _overlay(self, found: Tensor, tile: Tile, which: int) -> None:
         assert self._new is not None
         rows = quantize(select_rows(self._new[which], tile.rows), self._scales[which], found.dtype)
-        rows = rows.view(tile.count, tile.t, *rows.shape[1:])
+        rows = as_bytes(rows.view(tile.count, tile.t, *rows.shape[1:]))
+        found = as_bytes(found)
         shift = tile.visibility.shift
         if isinstance(shift, int):
             found[:, shift : shift + tile.t] = rows

@@ -8,8 +8,8 @@ from torch import Tensor
 from ..workspace import Workspace
 
 
-def _bytes(t: Tensor) -> Tensor:
-    # fp8 has no index_select on every device; its bytes do.
+def as_bytes(t: Tensor) -> Tensor:
+    """Return an fp8 tensor as its bytes, which every device can select, fill and scatter; any other as it is."""
     return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
 
@@ -32,7 +32,7 @@ def gather_slots(buffer: Tensor, slots: Tensor, requests: int, workspace: Worksp
         [requests, n, Hk, D], the pool's dtype, dense.
     """
     heads, dim = buffer.shape[1:]
-    source = _bytes(buffer)
+    source = as_bytes(buffer)
     if source.is_contiguous():
         source = source.view(buffer.shape[0], heads * dim)  # one long row a slot copies twice as fast
     out = workspace.take(name, (slots.numel(), *source.shape[1:]), source.dtype)
@@ -57,7 +57,7 @@ def gather_pages(
         [requests, n · page_size, Hk, D]; the caller cuts off what a page holds beyond its request.
     """
     heads, dim = buffer.shape[1:]
-    source = _bytes(buffer).view(buffer.shape[0] // page_size, page_size * heads * dim)
+    source = as_bytes(buffer).view(buffer.shape[0] // page_size, page_size * heads * dim)
     out = workspace.take(name, (pages.numel(), source.shape[1]), source.dtype)
     torch.index_select(source, 0, pages, out=out)
     return out.view(buffer.dtype).view(requests, pages.numel() // requests * page_size, heads, dim)
@@ -66,5 +66,5 @@ def gather_pages(
 def gather_head_major(buffer: Tensor, slots: Tensor, requests: int, workspace: Workspace, name: str) -> Tensor:
     """Gather rows by slot from an HND buffer [pages, Hk, page_size, D]; returns as ``gather_slots``."""
     page_size = buffer.shape[2]
-    rows = _bytes(buffer)[slots // page_size, :, slots % page_size]
+    rows = as_bytes(buffer)[slots // page_size, :, slots % page_size]
     return rows.view(buffer.dtype).view(requests, slots.numel() // requests, buffer.shape[1], buffer.shape[3])

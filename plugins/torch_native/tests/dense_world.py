@@ -1,4 +1,4 @@
-"""Worlds for tests: requests with logical keys and values, scattered into a pool, and dense float64 attention over them."""
+"""Worlds for tests: requests with logical keys and values scattered into a pool, and dense attention over them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ F64 = torch.float64
 def dense(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *, scale: float, cap: float = 0.0, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend q [t, Hq, D] to k [n, Hk, D], v [n, Hk, Dv] under visible [t, n]; returns out, and the LSE without sinks."""
+    """Attend q [t, Hq, D] to k [n, Hk, D], v [n, Hk, Dv] under visible [t, n]; out, and the LSE without sinks."""
     q, k, v = q.to(F64), k.to(F64), v.to(F64)
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=F64)
@@ -102,6 +102,7 @@ class World:
 
         self.k = [rand(n, heads, width) for n in read]
         self.v = [k[..., :v_width] for k in self.k] if mla else [rand(n, heads, v_width) for n in read]
+        self.nothing = (rand(0, heads, width), rand(0, heads, v_width))
         self.q = rand(sum(self.new), layer.num_heads, width)
         pages = [-(-n // page) for n in read]
         make = MLAKVPool if mla else MHAKVPool
@@ -217,8 +218,7 @@ class World:
 
     def new_rows(self, which: list[Tensor]) -> Tensor:
         """Return this step's own keys or values, [T, Hk, width]."""
-        heads, width = self.pool.get_kv_buffer(0)[0 if which is self.k else 1].shape[-2:]
-        parts = [torch.zeros(0, heads, width, dtype=self.dtype)]
+        parts = [self.nothing[0 if which is self.k else 1]]
         parts += [x[n - t :] for x, n, t in zip(which, self.lens, self.new, strict=True)]
         return torch.cat(parts).to(self.device)
 
