@@ -35,8 +35,8 @@ class AttentionStep(NamedTuple):
     batch: ForwardBatch
     layers: Mapping[nn.Module, AttentionLayer]
     """The layer of each attention module."""
-    unchecked: set[nn.Module]
-    """Modules whose call has not been compared with their layer yet."""
+    seen: list[nn.Module] | None
+    """In an engine's first step: which modules have called, in order, each compared with its layer. Later None."""
 
 
 _current: ContextVar[AttentionStep | None] = ContextVar("attnplug_transformers_step", default=None)
@@ -69,7 +69,7 @@ def attention_forward(
         query: [1, Hq, T, D], the model's dtype: the step's tokens, flattened.
         key: [1, Hk, T, D].
         value: [1, Hk, T, Dv].
-        attention_mask: Not read: positions and lengths are the batch's.
+        attention_mask: None: positions and lengths are the batch's.
         scaling: Compared with the layer's on the module's first call, as are window, cap and sinks among the rest.
         dropout: Not read: the engine serves models in evaluation mode.
         kwargs: What the model's family passes beside these.
@@ -88,8 +88,8 @@ def attention_forward(
             remedy="call it between the engine's steps, or load a model of your own for this thread",
         )
     layer = step.layers.get(module)
-    if layer is None or module in step.unchecked:
-        layer = _check_call(step, module, query, key, value, scaling, kwargs)
+    if layer is None or step.seen is not None or attention_mask is not None:
+        layer = _check_call(step, module, query, key, value, scaling, {**kwargs, "attention_mask": attention_mask})
     out = layer(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), step.batch).out
     return out.unsqueeze(0), None
 
@@ -118,6 +118,9 @@ def _check_call(
         "sliding_window_size": (-1 if window is None else window - 1, layer.sliding_window_size),
         "logit_cap": (float(kwargs.get("softcap") or 0.0), layer.logit_cap),
         "sinks": (kwargs.get("s_aux") is not None, layer.sinks is not None),
+        # transformers makes none here, so a mask is of the module's own making: a rule that no field describes.
+        "a mask of its own": (kwargs.get("attention_mask") is not None, False),
+        "calls in a step": (1 + (step.seen or []).count(module), 1),
     }
     if scaling is not None:
         asked["scaling"] = (scaling, layer.scaling)
@@ -132,7 +135,8 @@ def _check_call(
             + "\n  ".join(wrong),
             remedy="add a family that reads this architecture (see docs/models.md)",
         )
-    step.unchecked.discard(module)
+    if step.seen is not None:
+        step.seen.append(module)
     return layer
 
 

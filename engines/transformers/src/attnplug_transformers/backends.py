@@ -164,7 +164,7 @@ def check_placement(model: PreTrainedModel, device: str | torch.device | None, d
     wanted = None if device is None else torch.device(device)
     if wanted is not None and (wanted.type != model.device.type or wanted.index not in (None, model.device.index)):
         faults.append(f"device is {wanted}, the model is on {model.device}")
-    if dtype not in (None, "auto") and torch_dtype(dtype) != model.dtype:  # type: ignore[arg-type]
+    if dtype not in (None, "auto") and torch_dtype(dtype) != model.dtype:
         faults.append(f"dtype is {dtype}, the model has {model.dtype}")
     if faults:
         raise ConfigError("; ".join(faults), key="device", remedy="move it first: model.to(device=…, dtype=…)")

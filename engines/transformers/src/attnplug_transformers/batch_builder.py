@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ class BatchBuilder:
     def build(self, plan: StepPlan) -> StepInputs:
         """Return a step's inputs; the device tensors are views of one buffer that nothing overwrites."""
         rows = plan.rows
-        counts = [row.count for row in rows]
+        counts = [row.num_tokens for row in rows]
         ends = list(accumulate(counts))
         b, t = len(rows), ends[-1]
         sampled = [end - 1 for row, end in zip(rows, ends) if row.samples]
@@ -53,7 +53,7 @@ class BatchBuilder:
         wide, narrow = 3 * t + 2 * b + len(sampled), 0 if is_decode else 3 * b
         host = torch.empty(wide + (narrow + 1) // 2, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         packed = host.numpy()
-        seq_lens = [row.start + row.count for row in rows]
+        seq_lens = [row.start + row.num_tokens for row in rows]
         packed[3 * t : 3 * t + b] = [row.request.row for row in rows]
         packed[3 * t + b : 3 * t + 2 * b] = seq_lens
         packed[3 * t + 2 * b : wide] = sampled
@@ -100,9 +100,7 @@ class BatchBuilder:
             at += count
 
     @staticmethod
-    def _extend_fields(
-        narrow: Tensor, rows: list[ScheduledRows], counts: list[int], t: int
-    ) -> dict[str, Tensor | tuple[int, ...] | int]:
+    def _extend_fields(narrow: Tensor, rows: list[ScheduledRows], counts: list[int], t: int) -> dict[str, Any]:
         b = len(rows)
         return {
             "extend_seq_lens": narrow[:b],

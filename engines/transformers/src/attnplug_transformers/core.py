@@ -85,7 +85,7 @@ class EngineCore:
         chosen = iter(tokens)
         for row in plan.rows:
             request, samples = row.request, row.samples
-            request.num_computed += row.count
+            request.num_computed += row.num_tokens
             if not samples:
                 continue
             token = next(chosen)

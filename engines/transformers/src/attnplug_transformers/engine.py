@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -106,7 +106,7 @@ class Engine(RequestLoop):
             kv_cache_bytes=kv_cache_bytes,
         )
         layers = make_layers(model, self.model_spec)
-        model.eval()
+        model.train(False)
         serving = build_serving(
             self.model_spec, selection, self.sizes, dtype=self.dtype, device=self.device, factory=backend_factory
         )
@@ -173,7 +173,7 @@ class Engine(RequestLoop):
         loaded = source.load(dtype=wanted, device=where)
         return cls(
             loaded.model,
-            loaded.tokenizer,
+            cast("Tokenizer | None", loaded.tokenizer),
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
             chunk_size=chunk_size,

@@ -35,7 +35,8 @@ class Intake:
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer | None, sizes: EngineSizes) -> None:
         self._tokenizer, self._sizes = tokenizer, sizes
         self._end_ids = end_token_ids(model)
-        self._vocabulary: int = model.get_input_embeddings().num_embeddings
+        embedding: Any = model.get_input_embeddings()
+        self._vocabulary: int = embedding.num_embeddings
 
     def make(
         self,

@@ -37,7 +37,8 @@ class StepOutput(NamedTuple):
     error: str = ""
 
 
-class StreamChunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StreamChunk:
     """What one step made for one prompt of ``generate_stream``."""
 
     index: int

@@ -33,7 +33,8 @@ class SamplingParams:
     """Go on after the model's end tokens."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        stop: str | Sequence[str] = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         faults = []
         if not self.temperature >= 0 or self.temperature == float("inf"):

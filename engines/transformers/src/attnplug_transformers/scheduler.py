@@ -17,16 +17,16 @@ __all__ = ["ScheduledRows", "Scheduler", "SchedulerLimits", "StepPlan"]
 
 
 class ScheduledRows(NamedTuple):
-    """Tokens ``start … start + count`` of a request, computed in one step."""
+    """Tokens ``start … start + num_tokens`` of a request, computed in one step."""
 
     request: EngineRequest
     start: int
-    count: int
+    num_tokens: int
 
     @property
     def samples(self) -> bool:
         """Whether the last of them is the last known token, so that the next one is chosen after it."""
-        return self.start + self.count == len(self.request.tokens)
+        return self.start + self.num_tokens == len(self.request.tokens)
 
 
 class StepPlan(NamedTuple):
@@ -148,10 +148,10 @@ class Scheduler:
         for request in self.running:
             if budget and not request.is_decoding:
                 rows.append(self._chunk(request, budget))
-                budget -= rows[-1].count
+                budget -= rows[-1].num_tokens
         while budget and self.waiting and self._admit(self.waiting[0]):
             rows.append(self._chunk(self.running[-1], budget))
-            budget -= rows[-1].count
+            budget -= rows[-1].num_tokens
         return rows
 
     def _chunk(self, request: EngineRequest, budget: int) -> ScheduledRows:

@@ -35,7 +35,7 @@ def run(plan, scheduler):
     """Do what a step would: compute the rows and give each sampled one a token."""
     for row in plan.rows:
         samples = row.samples
-        row.request.num_computed += row.count
+        row.request.num_computed += row.num_tokens
         if samples:
             row.request.append(0)
             if row.request.finish_reason:
@@ -43,7 +43,7 @@ def run(plan, scheduler):
 
 
 def shape(plan):
-    return plan.mode.value, [(row.request.request_id, row.start, row.count) for row in plan.rows]
+    return plan.mode.value, [(row.request.request_id, row.start, row.num_tokens) for row in plan.rows]
 
 
 def test_prompts_are_taken_in_order_by_chunks_beside_decoding():
@@ -113,14 +113,14 @@ def test_every_request_ends_and_budgets_hold(lengths, news, pages, page_size, ba
         failed = one.take_failed()
         assert plan.rows or failed, "a step without progress"
         assert len(plan.rows) <= batch
-        assert sum(row.count for row in plan.rows) <= tokens
-        assert all(row.count >= 1 for row in plan.rows)
+        assert sum(row.num_tokens for row in plan.rows) <= tokens
+        assert all(row.num_tokens >= 1 for row in plan.rows)
         held = [page for each in one.running for page in each.pages]
         assert len(held) == len(set(held)) == pages - one.pages.num_free
         assert 0 not in held
         for row in plan.rows:
-            assert len(row.request.pages) * page_size >= row.start + row.count
-            slots = one.table.host[row.request.row, : row.start + row.count].tolist()
+            assert len(row.request.pages) * page_size >= row.start + row.num_tokens
+            slots = one.table.host[row.request.row, : row.start + row.num_tokens].tolist()
             want = [row.request.pages[p // page_size] * page_size + p % page_size for p in range(len(slots))]
             assert slots == want
         if not mixed:
