@@ -177,6 +177,10 @@ def _granite(config: PretrainedConfig) -> tuple[LayerSpec, ...]:
     return decoder_layers(config, scaling=lambda c, _dim: c.attention_multiplier)
 
 
+def _granite_sinks(config: PretrainedConfig) -> tuple[LayerSpec, ...]:
+    return decoder_layers(config, scaling=lambda c, _dim: c.attention_multiplier, sinks=True)
+
+
 def _uniform_window(config: PretrainedConfig) -> tuple[LayerSpec, ...]:
     return decoder_layers(config, uniform_window=True)
 
@@ -189,14 +193,15 @@ _FULL_ATTENTION = (
     *("llama", "arcee", "cohere", "ernie4_5", "exaone", "gemma", "glm", "glm4", "helium"),
     *("olmo", "olmo2", "olmoe", "qwen3_moe", "seed_oss"),
 )
-_WINDOW_BY_LAYER = ("cohere2", "exaone4", "ministral", "olmo3", "qwen2", "qwen3", "smollm3")
+_WINDOW_BY_LAYER = ("cohere2", "ministral", "olmo3", "qwen2", "qwen3", "smollm3")
 
 for _family in (
     Family("full attention", _FULL_ATTENTION, decoder_layers),
     Family("window by layer type", _WINDOW_BY_LAYER, decoder_layers),
     Family("one window for all layers", ("mistral", "mixtral", "phi3", "starcoder2"), _uniform_window),
-    Family("gemma with soft cap", ("gemma2", "gemma3_text"), _gemma),
-    Family("granite", ("granite", "granitemoe"), _granite),
+    Family("gemma with soft cap", ("gemma2", "gemma3_text", "vaultgemma"), _gemma),
+    Family("granite", ("granite", "granitemoe", "granitemoeshared"), _granite),
+    Family("granite with window and sinks", ("granite_swa", "granitemoe_swa"), _granite_sinks),
     Family("gpt-oss", ("gpt_oss",), _gpt_oss),
 ):
     register_family(_family)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attnplug.errors import UnsupportedModel
 from attnplug.model_spec import LayerSpec, ModelSpec
 
-from .families import FULL, SLIDING, decoder_layers, find_family, known_model_types
+from .families import FULL, SLIDING, decoder_layers, find_family, known_model_types, layer_configs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -72,7 +72,7 @@ def _refuse_unservable(config: PretrainedConfig) -> None:
         method, dequantised = _quantisation(quantised)
         if not dequantised:
             faults.append(f"its weights are quantised ({method}); allowed: float32, bfloat16, float16, or a .gguf file")
-    if config.get_text_config() is not config or getattr(config, "vision_config", None) is not None:
+    if _is_composite(config):
         faults.append("it is multimodal (a config inside a config); allowed: text alone, as gemma3_text")
     if getattr(config, "is_encoder_decoder", False):
         faults.append("it is an encoder-decoder; allowed: decoders")
@@ -81,6 +81,14 @@ def _refuse_unservable(config: PretrainedConfig) -> None:
             f"{name} model {getattr(config, 'name_or_path', '')!r} cannot be served: " + "; ".join(faults),
             remedy="load the text model of an unquantised checkpoint, and save that with save_pretrained",
         )
+
+
+def _is_composite(config: PretrainedConfig) -> bool:
+    try:
+        text = config.get_text_config()
+    except ValueError:  # It holds several.
+        return True
+    return text is not config or any(getattr(config, name, None) for name in ("vision_config", "audio_config"))
 
 
 def _quantisation(config: object) -> tuple[str, bool]:
@@ -108,12 +116,16 @@ def _doubts(config: PretrainedConfig) -> list[str]:
     doubts = []
     if not _uses_attention_interface(config):
         doubts.append("transformers has no causal language model of it whose attention can be replaced")
-    for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size"):
-        if not isinstance(getattr(config, name, None), int):
-            doubts.append(f"{name} is {getattr(config, name, None)!r}, not a number")
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+        return [*doubts, "it has no num_hidden_layers"]
+    for one in {id(one): one for one in layer_configs(config)}.values():
+        for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"):
+            if not isinstance(getattr(one, name, None), int):
+                doubts.append(f"{name} is {getattr(one, name, None)!r}, not a number")
+        doubts += [f"it sets {name}" for name in _STRANGE if getattr(one, name, None)]
     if not getattr(config, "rope_parameters", None):
         doubts.append("it has no rope_parameters: positions may be inside its attention")
-    doubts += [f"it sets {name}" for name in _STRANGE if getattr(config, name, None)]
+    doubts = list(dict.fromkeys(doubts))
     types = getattr(config, "layer_types", None)
     strange = sorted(set(types or ()) - {FULL, SLIDING})
     if strange:
