@@ -181,7 +181,7 @@ def _generate(
                 ends[at], errors[at] = chunk.finish_reason, chunk.error
                 advance(max_new_tokens - len(tokens[at]))
             printer.push(at, chunk.text, ended=chunk.finish_reason is not None)
-    return [Completion(tuple(t), text, end, error) for t, text, end, error in zip(tokens, texts, ends, errors)]  # type: ignore[arg-type]
+    return [Completion(t, text, end, error) for t, text, end, error in zip(tokens, texts, ends, errors)]  # type: ignore[arg-type]
 
 
 def _verify(

@@ -52,13 +52,13 @@ class EngineCore:
         if request is None:
             return False
         self.scheduler.finish(request, "abort")
-        self._undelivered.append(self._output(request, ()))
+        self._undelivered.append(self._output(request, []))
         return True
 
     def step(self) -> list[StepOutput]:
         """Run one step; see ``Engine.step``."""
         plan = self.scheduler.schedule()
-        self._undelivered += [self._output(request, ()) for request in self.scheduler.take_failed()]
+        self._undelivered += [self._output(request, []) for request in self.scheduler.take_failed()]
         if plan.rows:
             try:
                 tokens = self._forward(plan)
@@ -92,15 +92,15 @@ class EngineCore:
             request.append(token)
             if request.finish_reason is not None:
                 self.scheduler.finish(request, request.finish_reason)
-            self._undelivered.append(self._output(request, (token,)))
+            self._undelivered.append(self._output(request, [token]))
 
     def _fail(self, plan: StepPlan, error: BaseException) -> None:
         text = error.message if isinstance(error, AttnplugError) else f"{type(error).__name__}: {error}"
         for row in plan.rows:
             self.scheduler.finish(row.request, "error", f"the step failed: {text}")
-            self._undelivered.append(self._output(row.request, ()))
+            self._undelivered.append(self._output(row.request, []))
 
-    def _output(self, request: EngineRequest, tokens: tuple[int, ...]) -> StepOutput:
+    def _output(self, request: EngineRequest, tokens: list[int]) -> StepOutput:
         ended = request.finish_reason is not None
         if ended:
             self._requests.pop(request.request_id, None)

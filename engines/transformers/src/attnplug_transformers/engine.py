@@ -47,7 +47,8 @@ class Engine(RequestLoop):
     step runs at a time; calls from several threads take turns.
 
     Args:
-        model: A causal language model of transformers, with its weights.
+        model: A causal language model of transformers, with its weights. Its generation config gives the end tokens
+            alone: how tokens are chosen is each call's to say.
         tokenizer: For prompts given as texts, for ``Completion.text``, and for stop strings.
         attention: A configuration, its tables, or its file; None: the configuration ladder.
         device: Where the model must be; its own device by default.

@@ -54,9 +54,9 @@ class EngineRequest:
         self.rng = random.Random(self.params.seed)
 
     @property
-    def output(self) -> tuple[int, ...]:
+    def output(self) -> list[int]:
         """The tokens generated so far; a preemption keeps them."""
-        return tuple(self.tokens[len(self.prompt) :])
+        return self.tokens[len(self.prompt) :]
 
     @property
     def num_pending(self) -> int:

@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Completion:
     """What was generated for one prompt."""
 
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
     """The new tokens, an end token included; also where the request failed: those made before."""
     text: str
     """Their text without special tokens, cut before a stop string; empty where the engine has no tokenizer."""
@@ -28,7 +28,7 @@ class StepOutput(NamedTuple):
     """What one step made for one request."""
 
     request_id: int
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
     """New tokens of this step."""
     text: str
     """Text that became certain in this step; empty unless the request streams text."""
@@ -43,7 +43,7 @@ class StreamChunk:
 
     index: int
     """Which prompt."""
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
     text: str
     """Joined over all chunks of a prompt: its ``Completion.text``. Never part of a character."""
     finish_reason: FinishReason | None = None

@@ -21,10 +21,11 @@ class Oracle(NamedTuple):
     model: Any
     copy: Any
 
-    def greedy(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, ...]:
+    def greedy(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
         ids = torch.tensor([list(prompt)])
         out = self.copy.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens)
-        return tuple(out[0, len(prompt) :].tolist())
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens
 
 
 def _oracle(make: Callable[[], Any]) -> Oracle:
@@ -70,7 +71,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def expected(llama: Oracle, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+def expected(llama: Oracle, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers' eager attention makes of ``prompts`` with the Llama, 24 tokens each."""
     return [llama.greedy(prompt, 24) for prompt in prompts]
 

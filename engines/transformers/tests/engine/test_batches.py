@@ -72,3 +72,12 @@ def test_a_decode_batch():
 def test_row_zero_and_the_first_page_stay_the_padding_rows():
     table, _ = build(ForwardMode.DECODE, (6, 5, 1))
     assert not table.host[0].any()
+
+
+def test_a_table_on_another_device_gets_its_rows_by_copy():
+    table = RequestTable(2, 8, 4, torch.device("cpu"))
+    table.device_table, table._shared = table.device_table.clone(), False
+    row = table.take_row()
+    table.assign(row, 0, [3])
+    table.assign(row, 1, [2])
+    assert table.device_table[row].tolist() == table.host[row].tolist() == [12, 13, 14, 15, 8, 9, 10, 11]

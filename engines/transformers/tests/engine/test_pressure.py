@@ -77,7 +77,7 @@ def test_only_the_requests_of_the_failed_step_fail(llama, prompts, expected, ser
                 ended[output.request_id] = (output.finish_reason, output.error)
     assert ended[ids[0]] == ended[ids[1]] == ("error", "the step failed: RuntimeError: a kernel failed")
     assert ended[ids[2]] == ("length", "")
-    assert tuple(tokens) == expected[4]
+    assert tokens == expected[4]
 
 
 def test_aborted_requests_give_back_their_pages(llama, prompts, serve):

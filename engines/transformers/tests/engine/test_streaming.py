@@ -53,14 +53,15 @@ def test_chunks_join_to_what_generate_gives(llama, prompts, tokenizer, serve):
     engine = serve(llama, tokenizer)
     whole = engine.generate(prompts, 24)
     assert all(one.text == tokenizer.decode(list(one.token_ids), skip_special_tokens=True) for one in whole)
-    tokens, texts, reasons = ({i: empty for i in range(len(prompts))} for empty in ((), "", None))
+    tokens = [[] for _ in prompts]
+    texts, reasons = [""] * len(prompts), [None] * len(prompts)
     for chunk in engine.generate_stream(prompts, 24):
         tokens[chunk.index] += chunk.token_ids
         texts[chunk.index] += chunk.text
         reasons[chunk.index] = chunk.finish_reason
-    assert [tokens[i] for i in range(len(prompts))] == [one.token_ids for one in whole]
-    assert [texts[i] for i in range(len(prompts))] == [one.text for one in whole]
-    assert [reasons[i] for i in range(len(prompts))] == [one.finish_reason for one in whole]
+    assert tokens == [one.token_ids for one in whole]
+    assert texts == [one.text for one in whole]
+    assert reasons == [one.finish_reason for one in whole]
 
 
 def test_a_text_prompt_is_encoded(llama, tokenizer, serve):
