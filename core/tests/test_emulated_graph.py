@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -56,6 +57,21 @@ FAULTS: dict[str, Callable[[Tensor], object]] = {
     "repeat_interleave": lambda x: torch.repeat_interleave(x, torch.ones(3, dtype=torch.int64)),
     "unique": lambda x: torch.unique(x),
     "equal": lambda x: torch.equal(x, x),
+    "tolist_at_once": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to_the_word_cpu": lambda x: x.to("cpu"),
+    "numpy": lambda x: x.numpy(),
+    "asarray": lambda x: numpy.asarray(x),
+    "index_of_a_list": lambda x: [1, 2, 3][x.long()[0]],
+    "range": lambda x: range(x.long()[0]),
+    "slice_by_a_value": lambda x: x[: x.long()[0]],
+    "tensor_of_host_data": lambda x: torch.tensor([1.0]),
+    "as_tensor_of_host_data": lambda x: torch.as_tensor([1.0]),
+    "new_tensor": lambda x: x.new_tensor([1.0]),
+    "list_index": lambda x: x[[0, 1]],
+    "pinned": lambda x: x.pin_memory(),
+    "one_hot_of_unknown_width": lambda x: torch.nn.functional.one_hot(x.long()),
+    "resize": lambda x: x.clone().resize_(5),
 }
 
 
@@ -73,9 +89,10 @@ def test_synchronising_and_data_dependent_operations_are_refused_with_their_line
 @pytest.mark.parametrize("allowed", ["scatter", "where", "sized_repeat"])
 def test_fixed_shape_operations_are_allowed(allowed: str) -> None:
     x, graph = torch.ones(3), EmulatedGraph()
+    at, value = torch.tensor([1]), torch.tensor([5.0])
     with graph.capture():
         if allowed == "scatter":
-            x.index_copy_(0, torch.tensor([1]), torch.tensor([5.0]))
+            x.index_copy_(0, at, value)
         elif allowed == "where":
             x = torch.where(x > 0, x, -x)
         else:

@@ -6,8 +6,8 @@ synchronises or has a shape that depends on values is refused, by name and line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..errors import ContractViolation
-from .lint import caller, fault_of
+from .lint import CallLint, fault_of, refuse
 
 
 class _Record(NamedTuple):
@@ -25,6 +25,12 @@ class _Record(NamedTuple):
     kwargs: Mapping[str, Any]
     outs: tuple[Tensor, ...]
     """Results that must keep their address; empty for views and for operations that write their arguments."""
+
+
+class _Marker(NamedTuple):
+    """A host function between two operations: what an event is in a CUDA graph."""
+
+    reached: Callable[[], None]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -41,7 +47,7 @@ def _aliases(arguments: Any) -> Any:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, records: list[_Record]) -> None:
+    def __init__(self, records: list[_Record | _Marker]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records = records
 
@@ -51,10 +57,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         fault = fault_of(func, args, kwargs)
         if fault:
-            raise ContractViolation(
-                f"{func} in a captured region {fault}\n  at {caller()}",
-                remedy="do it in init_forward_metadata_out_graph, or with fixed shapes on the device",
-            )
+            refuse(str(func), fault)
         result = func(*args, **kwargs)
         returns = func._schema.returns
         if torch.Tag.inplace_view in func.tags or any(r.alias_info and not r.alias_info.is_write for r in returns):
@@ -69,7 +72,34 @@ class EmulatedGraph:
     """Record tensor operations; replay them over the memory they were recorded on."""
 
     def __init__(self) -> None:
-        self._records: list[_Record] = []
+        self._records: list[_Record | _Marker] = []
+        self._recording: list[_Record | _Marker] = []
+        self._modes: ExitStack | None = None
+
+    def begin(self) -> None:
+        """Start recording this thread's operations; ``end`` or ``abort`` must follow."""
+        if self._modes is not None:
+            raise ContractViolation("a graph is captured inside its own capture")
+        self._recording = []
+        self._modes = ExitStack()
+        self._modes.enter_context(torch.no_grad())
+        self._modes.enter_context(CallLint())
+        self._modes.enter_context(_Recorder(self._recording))
+
+    def end(self) -> None:
+        """Stop recording and keep what was recorded."""
+        self._leave()
+        self._records = self._recording
+
+    def abort(self) -> None:
+        """Stop recording and keep nothing."""
+        self._leave()
+        self._recording = []
+
+    def _leave(self) -> None:
+        if self._modes is not None:
+            self._modes.close()
+            self._modes = None
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -78,20 +108,32 @@ class EmulatedGraph:
         Raises:
             ContractViolation: An operation synchronises or has a data-dependent shape; nothing is kept then.
         """
-        records: list[_Record] = []
-        with torch.no_grad(), _Recorder(records):
+        self.begin()
+        try:
             yield
-        self._records = records
+        except BaseException:
+            self.abort()
+            raise
+        self.end()
+
+    def mark(self, reached: Callable[[], None]) -> None:
+        """Call a host function at this place of each replay; during a capture only."""
+        if self._modes is None:
+            raise ContractViolation("a graph was marked outside its capture")
+        self._recording.append(_Marker(reached))
 
     @property
     def num_operations(self) -> int:
         """How many operations a replay runs."""
-        return len(self._records)
+        return sum(isinstance(record, _Record) for record in self._records)
 
     def replay(self) -> None:
         """Run the recorded operations again; results appear in the captured tensors."""
         with torch.no_grad():
             for record in self._records:
+                if isinstance(record, _Marker):
+                    record.reached()
+                    continue
                 result = record.func(*record.args, **record.kwargs)
                 for kept, fresh in zip(record.outs, _tensors(result) if record.outs else (), strict=True):
                     if kept.data_ptr() != fresh.data_ptr() or kept.numel() == 0:
@@ -102,6 +144,8 @@ class EmulatedGraph:
         made: set[int] = set()
         read: set[int] = set()
         for record in self._records:
+            if isinstance(record, _Marker):
+                continue
             arguments = [*_tensors(record.args), *_tensors(list(record.kwargs.values()))]
             read.update(t.untyped_storage().data_ptr() for t in arguments)
             made.update(t.untyped_storage().data_ptr() for t in record.outs)
