@@ -19,7 +19,7 @@ from attnplug.spec_info import SpecInfo
 
 from .checks import check_call, check_mla, compute_dtype, is_causal
 from .kernels.softmax import Scores
-from .kernels.tile import attend_tile
+from .kernels.tile import attend_apart, attend_tile
 from .metadata import ReadKey, StepMetadata, Tile, select_rows
 from .options import TorchNativeOptions
 from .planner import plan_chunk, plan_pool, plan_rows, start_step
@@ -32,8 +32,8 @@ from .workspace import Workspace
 class TorchNativeBackend(AttentionBackend):
     """Every mode and every feature of the contract, in plain PyTorch.
 
-    A request's result does not depend on what else is in the batch: how it is computed follows from its own lengths. On
-    CUDA that holds with ``env.deterministic``, which leaves fused kernels out.
+    With ``env.deterministic`` a request's result is bitwise the same whatever else is in the batch: each is computed
+    apart, and how follows from its own lengths. Without it, requests of like lengths share calls.
 
     Args:
         env: Where it runs.
@@ -46,8 +46,9 @@ class TorchNativeBackend(AttentionBackend):
         super().__init__(SPEC, env)
         self._options = options or TorchNativeOptions()
         self._workspace = Workspace(env.device)
-        # Fused CUDA kernels split keys by how full the device is, so that a row's sums depend on the batch.
-        self._apart = env.deterministic and env.device.type != "cpu"
+        self._attend_tile = attend_apart if env.deterministic else attend_tile
+        # Fused CUDA kernels split keys by how full the device is: their sums change in the last bit.
+        self._unfused = env.deterministic and env.device.type != "cpu"
         self._pool_layers = tuple(x for x in env.model_spec.layers if x.kind in SPEC.kinds and x.reads_pool)
         self.kv_index_translator = env.translator
 
@@ -166,7 +167,7 @@ class TorchNativeBackend(AttentionBackend):
             None if layer.sinks is None or extras.return_lse else layer.sinks.view(source.kv_heads, -1),
             (layer.k_scale if latent else layer.v_scale) if pooled else 1.0,
         )
-        plain = not (scores.cap or scores.sinks is not None or extras.return_lse or self._apart)
+        plain = not (scores.cap or scores.sinks is not None or extras.return_lse or self._unfused)
         compute = compute_dtype(q.dtype, source.dtype)
         q = q.to(compute)
         out = torch.zeros((q.shape[0], heads, width), dtype=dtype, device=q.device)
@@ -175,7 +176,7 @@ class TorchNativeBackend(AttentionBackend):
             lse = torch.full((q.shape[0], heads), float("-inf"), dtype=torch.float32, device=q.device)
         for tile in tiles:
             keys, values = source.read(tile)
-            state = attend_tile(
+            state = self._attend_tile(
                 select_rows(q, tile.rows).view(tile.count, tile.t, heads, -1),
                 keys.to(compute),
                 values.to(compute),

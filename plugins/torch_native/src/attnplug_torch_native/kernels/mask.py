@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,12 @@ class Visibility:
     """Column of the first query: one number, or [N] int64, device."""
     key_lens: Tensor | None = None
     """[N] int64, device: columns from here on are padding; None: every column is a key."""
+
+    def part(self, i: int) -> Visibility:
+        """Return the rule of request i alone."""
+        one = slice(i, i + 1)
+        shift = self.shift if isinstance(self.shift, int) else self.shift[one]
+        return replace(self, shift=shift, key_lens=None if self.key_lens is None else self.key_lens[one])
 
     def columns(self, lo: int, hi: int, n: int) -> tuple[int, int]:
         """Return the range of columns outside which queries ``lo … hi`` see nothing."""

@@ -8,6 +8,46 @@ from torch import Tensor
 from .mask import Visibility
 from .softmax import Scores, TileState, accumulator, attend_explicit, attend_fused
 
+ALIGNMENT = 64
+"""Bytes: matrix kernels choose how to sum by whether their operands start on a cache line."""
+
+
+def attend_apart(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    mask: Tensor | None,
+    scores: Scores,
+    *,
+    explicit: bool,
+    return_lse: bool,
+    max_cells: int,
+) -> TileState:
+    """Attend a tile as ``attend_tile`` does, but request by request: a result is bitwise that of the request alone.
+
+    A batched call is shared out among threads by its size, and with that its sums change in their last bit.
+    """
+    states = []
+    for i in range(q.shape[0]):
+        one = slice(i, i + 1)
+        cells = None if mask is None else mask[one] if mask.shape[0] > 1 else mask
+        states.append(
+            attend_tile(
+                _aligned(q[one]),
+                _aligned(k[one]),
+                _aligned(v[one]),
+                visibility.part(i),
+                cells,
+                scores,
+                explicit=explicit,
+                return_lse=return_lse,
+                max_cells=max_cells,
+            )
+        )
+    lses = [state.lse for state in states if state.lse is not None]
+    return TileState(torch.cat([state.out for state in states]), torch.cat(lses) if lses else None)
+
 
 def attend_tile(
     q: Tensor,
@@ -67,3 +107,7 @@ def attend_tile(
         return TileState(out, None)
     acc = accumulator(q.dtype)
     return TileState(out, (lses[0] if len(lses) == 1 else torch.cat(lses, 1)).to(acc))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
