@@ -12,6 +12,7 @@ from .errors import ContractViolation
 
 if TYPE_CHECKING:
     from .backend import AttentionBackend
+    from .batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class ForwardContext:
     attn_backend: AttentionBackend
     stream_group: int = 0
     """Which decode instance of a multiplexed deployment serves this forward."""
+    batch: ForwardBatch | None = None
+    """The step that runs: a compiled model's layers read it here, since a compiled graph passes tensors only."""
 
 
 # A context variable is private to a thread and to an asyncio task, and costs some 30 ns to read.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .context import get_attn_backend
+from .layer_op import number_layer, traced_attention
 from .model_spec import LayerGroup, LayerSpec
 from .modes import AttentionType
 from .spec import Kind
@@ -52,6 +53,8 @@ class AttentionLayer(nn.Module):
     sinks: Tensor | None
     group: LayerGroup
     """Which layers it shares a plan with; made once, so that a layer's call looks metadata up by it."""
+    number: int
+    """By which compiled code of this process finds it."""
 
     def __init__(
         self,
@@ -92,6 +95,12 @@ class AttentionLayer(nn.Module):
         self.linear_family = linear_family
         self.register_buffer("sinks", sinks, persistent=False)
         self.group = self.spec.group
+        self.number = number_layer(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy or an unpickled layer is a layer of its own to compiled code.
+        super().__setstate__(state)
+        self.number = number_layer(self)
 
     @classmethod
     def from_spec(
@@ -159,6 +168,8 @@ class AttentionLayer(nn.Module):
         Raises:
             ContractViolation: No ``forward_context`` is active.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return traced_attention(self, q, k, v, save_kv_cache, extras)
         return get_attn_backend().forward(q, k, v, self, batch, save_kv_cache, extras)
 
     def extra_repr(self) -> str:
