@@ -12,7 +12,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
 # What is installed, editable, in one resolution; a new distribution is added here.
 DISTS := -e core -e plugins/torch_native -e engines/transformers[gguf]
