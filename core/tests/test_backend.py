@@ -13,7 +13,7 @@ from attnplug.backend import AttentionBackend
 from attnplug.errors import BackendRejected
 from attnplug.layer import AttentionLayer
 from attnplug.modes import ForwardMode, MlaForm
-from attnplug.spec import BackendSpec, Feature, Kind
+from attnplug.spec import BackendSpec, Dims, Feature, Kind
 
 from .batches import decode_batch, extend_batch
 from .spike_world import LIBRARY_SPEC, World
@@ -68,7 +68,7 @@ def test_the_eager_entry_runs_both_parts_in_order() -> None:
 
 
 def test_idle_gives_zeros_of_the_right_shape_and_runs_nothing() -> None:
-    backend = Recording(LIBRARY_SPEC.replace(features=frozenset({Feature.V_HEAD_DIM, Feature.LSE})))
+    backend = Recording(LIBRARY_SPEC.replace(features=LIBRARY_SPEC.features | {Feature.V_HEAD_DIM, Feature.LSE}))
     layer = AttentionLayer(4, 8, 1.0, 2, 0, v_head_dim=6)
     batch = decode_batch([], forward_mode=ForwardMode.IDLE)
     out = backend.forward(torch.empty(3, 4, 8), None, None, layer, batch, extras=AttentionExtras(return_lse=True))
@@ -169,3 +169,27 @@ def test_extras_are_narrowed_by_what_their_rows_are() -> None:
 def test_an_impossible_layer_is_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AttentionLayer(**{"num_heads": 4, "head_dim": 8, "scaling": 1.0, "num_kv_heads": 2, "layer_id": 0, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"device_types": frozenset({"cuda"})}, "device_types"),
+        ({"dtypes": frozenset({"bfloat16"})}, "dtypes"),
+        ({"kv_dtypes": frozenset({"bfloat16"})}, "kv_dtypes"),
+        ({"kv_layouts": frozenset({"HND"})}, "kv_layouts"),
+        ({"page_sizes": Dims(values=(256,))}, "page_sizes"),
+        ({"max_context_len": 1}, "max_context_len"),
+        ({"features": frozenset({Feature.SLIDING_WINDOW})}, "heterogeneous_layers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_backend_built_by_hand_refuses_an_environment_it_does_not_declare(changes: Any, field: str) -> None:
+    with pytest.raises(BackendRejected) as caught:
+        Recording(LIBRARY_SPEC.replace(**changes))
+    assert [reason.field for reason in caught.value.reasons["library"]] == [field]
+
+
+def test_an_environment_that_asks_for_determinism_is_refused_where_it_is_not_declared() -> None:
+    with pytest.raises(BackendRejected, match="deterministic"):
+        AttentionBackend(LIBRARY_SPEC, World().env.replace(deterministic=True))

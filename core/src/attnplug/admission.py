@@ -6,7 +6,7 @@ was built by hand refuses as one that was resolved would.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .errors import Reason
 from .model_spec import LayerSpec
@@ -70,4 +70,51 @@ def layer_reasons(spec: BackendSpec, layer: LayerSpec) -> list[Reason]:
         reasons += _wants(spec, Feature.ENCODER_ONLY, at)
     if layer.attn_type is AttentionType.DECODER_BIDIRECTIONAL:
         reasons += _wants(spec, Feature.BIDIRECTIONAL, at)
+    return reasons
+
+
+def env_reasons(
+    spec: BackendSpec,
+    *,
+    device_type: str,
+    dtype: str,
+    kv_dtype: str,
+    kv_layout: str,
+    page_size: int,
+    max_context_len: int,
+    deterministic: bool,
+    layers: Sequence[LayerSpec],
+) -> list[Reason]:
+    """Return every reason why a backend may not be built for an environment.
+
+    Args:
+        spec: What was declared.
+        device_type: torch's device type.
+        dtype: torch's name of the activations' dtype.
+        kv_dtype: The pool's dtype; with layout and page size, only asked where a layer of the backend's kinds reads a pool.
+        kv_layout: 'NHD' or 'HND'.
+        page_size: Tokens a page.
+        max_context_len: The longest context that the environment allows.
+        deterministic: Whether batch-invariant results are asked for.
+        layers: The model's; those of other kinds are other backends' to serve.
+    """
+    reasons = []
+    if device_type not in spec.device_types:
+        reasons.append(Reason("device_types", device_type, words(spec.device_types)))
+    if dtype not in spec.dtypes:
+        reasons.append(Reason("dtypes", dtype, words(spec.dtypes)))
+    served = [layer for layer in layers if layer.kind in spec.kinds and layer.kind is not Kind.LINEAR]
+    if any(layer.reads_pool for layer in served):
+        if kv_dtype not in spec.kv_dtypes:
+            reasons.append(Reason("kv_dtypes", kv_dtype, words(spec.kv_dtypes)))
+        if kv_layout not in spec.kv_layouts:
+            reasons.append(Reason("kv_layouts", kv_layout, words(spec.kv_layouts)))
+        reasons += _dim("page_sizes", page_size, spec.page_sizes)
+    if spec.max_context_len is not None and max_context_len > spec.max_context_len:
+        reasons.append(Reason("max_context_len", str(max_context_len), f"at most {spec.max_context_len}"))
+    if deterministic:
+        reasons += _wants(spec, Feature.DETERMINISTIC, "batch-invariant results")
+    shapes = {(one.num_heads, one.num_kv_heads, one.head_dim, one.v_head_dim) for one in served}
+    if len(shapes) > 1:
+        reasons += _wants(spec, Feature.HETEROGENEOUS_LAYERS, f"layers of {len(shapes)} shapes")
     return reasons

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .admission import layer_reasons, words
+from .admission import env_reasons, layer_reasons, words
 from .assembly.env import BackendEnv
 from .attention_io import AttentionExtras, AttentionOutput
 from .batch import ForwardBatch
@@ -30,6 +30,9 @@ class AttentionBackend:
     Args:
         spec: What was declared; whatever it leaves out is refused here, before any kernel.
         env: Where the backend runs.
+
+    Raises:
+        BackendRejected: The spec does not cover the environment: device, dtypes, layout, page size, shapes of layers.
     """
 
     forward_metadata: Any = None
@@ -54,6 +57,7 @@ class AttentionBackend:
 
     def __init__(self, spec: BackendSpec, env: BackendEnv) -> None:
         self.spec, self.env = spec, env
+        self._check_env()
         self.needs_cpu_seq_lens = spec.needs_cpu_seq_lens
         self._admitted: dict[int, AttentionLayer] = {}
 
@@ -66,6 +70,27 @@ class AttentionBackend:
     def graph_level(self) -> GraphLevel:
         """Which batches may be captured."""
         return self.spec.graph_level
+
+    def _check_env(self) -> None:
+        """Refuse, as selection would, an environment that the spec does not cover: backends are built by hand too."""
+        env = self.env
+        reasons = env_reasons(
+            self.spec,
+            device_type=env.device.type,
+            dtype=str(env.dtype).removeprefix("torch."),
+            kv_dtype=str(env.kv_dtype).removeprefix("torch."),
+            kv_layout=env.kv_pool.layout,
+            page_size=env.page_size,
+            max_context_len=env.limits.max_context_len,
+            deterministic=env.deterministic,
+            layers=env.model_spec.layers,
+        )
+        if reasons:
+            raise BackendRejected(
+                f"backend {self.spec.name!r} cannot be built for this environment",
+                reasons={self.spec.name: reasons},
+                remedy="choose a backend that declares it, or change the environment: `attnplug explain` says what fits",
+            )
 
     # Metadata
 
