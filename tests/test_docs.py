@@ -16,6 +16,7 @@ from attnplug.config import AttentionConfig
 from attnplug.entry import State
 from attnplug.modes import ForwardMode, SharedReadEnds
 from attnplug.spec import Feature
+from attnplug.testing.axes import AXES
 
 from .doc_snippets import EVALUATED, FOR_PEOPLE, first_missing, parser
 from .workspace import DISTRIBUTIONS, ROOT
@@ -120,6 +121,21 @@ def test_the_configuration_page_has_every_key_and_every_variable():
     tables = {"backend": "backend.NAME", "requires": "requires.DISTRIBUTION", "provider": "provider.NAME"}
     assert {tables.get(key, key) for key in keys(AttentionConfig, "")} <= said
     assert {*sources.ENV_KEYS, sources.ENV_CONFIG} <= said
+
+
+def test_the_conformance_page_has_every_axis():
+    rows = [row[0].split()[0] for row in table_rows(text_of("conformance.md"))[2:]]
+    assert rows == sorted(AXES)
+
+
+def test_the_benchmarks_page_has_every_benchmark():
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("_")}
+    assert names_linked_in_first_column(text) == scripts
+
+
+def names_linked_in_first_column(text):
+    return {name for row in table_rows(text) for name in re.findall(r"\[([^\]]+)\]", row[0])}
 
 
 def test_the_command_line_page_has_every_command():
