@@ -132,6 +132,39 @@ def test_what_a_spec_does_not_declare_is_refused(dists, changes, field):
     assert field in fields(caught, "plain")
 
 
+LATENT = {"kind": Kind.MLA, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+EXPANDED = {Feature.MLA_ONE_SHOT, Feature.MLA_CHUNKED_PREFIX, Feature.LSE}
+
+
+def latent_backend(dists, name, forms):
+    imported = "__import__('attnplug').spec"
+    features = ", ".join(f"{imported}.Feature('{form.value}')" for form in forms)
+    dists.backend(name, more=f"kinds=frozenset({{{imported}.Kind.MLA}}), features=frozenset([{features}])")
+
+
+@pytest.mark.parametrize("forms", [{Feature.MLA_ABSORBED}, EXPANDED], ids=["absorbed", "expanded"])
+def test_latent_prefill_is_absorbed_or_expanded_with_prefixes_merged(dists, forms):
+    latent_backend(dists, "prefiller", forms)
+    latent_backend(dists, "decoder", {Feature.MLA_ABSORBED})
+    assert choose({"prefill": "prefiller", "decode": "decoder"}, spec=model(layer(**LATENT))).prefill == "prefiller"
+
+
+@pytest.mark.parametrize("lacking", sorted(EXPANDED), ids=lambda feature: feature.value)
+def test_expanded_latent_prefill_needs_each_of_its_parts(dists, lacking):
+    latent_backend(dists, "prefiller", EXPANDED - {lacking})
+    latent_backend(dists, "decoder", {Feature.MLA_ABSORBED})
+    with pytest.raises(BackendRejected) as caught:
+        choose({"prefill": "prefiller", "decode": "decoder"}, spec=model(layer(**LATENT)))
+    assert fields(caught, "prefiller") == ["mla_forms"]
+
+
+def test_latent_decode_is_absorbed(dists):
+    latent_backend(dists, "expander", EXPANDED)
+    with pytest.raises(BackendRejected) as caught:
+        choose({"prefill": "expander", "decode": "expander"}, spec=model(layer(**LATENT)))
+    assert fields(caught, "expander") == ["mla_forms"]
+
+
 def test_layers_of_different_shapes_need_the_feature(dists):
     dists.backend("plain")
     with pytest.raises(BackendRejected) as caught:

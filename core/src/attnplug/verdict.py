@@ -66,7 +66,7 @@ def _check_features(spec: BackendSpec, request: Request, reasons: list[Reason]) 
             reasons.append(Reason(feature.value, asked[feature], f"not declared; features: {words(spec.features)}"))
     if any(layer.kind is Kind.MLA for layer in request.layers) and not _mla_form(spec, request.role):
         absorbed = request.role not in (Role.PREFILL, Role.DRAFT_PREFILL)
-        form = "mla_absorbed" if absorbed else "mla_absorbed, or mla_one_shot with mla_chunked_prefix"
+        form = "mla_absorbed" if absorbed else "mla_absorbed, or mla_one_shot with mla_chunked_prefix and lse"
         reasons.append(Reason("mla_forms", form, words(spec.features)))
 
 
@@ -74,8 +74,9 @@ def _mla_form(spec: BackendSpec, role: Role) -> bool:
     """Whether a backend has the forms of latent attention that a role needs."""
     if Feature.MLA_ABSORBED in spec.features:
         return True
-    # Decoding over expanded heads would gather the whole prefix for each token: only prefill may use them.
-    expanded = {Feature.MLA_ONE_SHOT, Feature.MLA_CHUNKED_PREFIX}
+    # Decoding over expanded heads would gather the whole prefix for each token: only prefill may use them, and what a
+    # prefix and the new tokens give is merged by LSE.
+    expanded = {Feature.MLA_ONE_SHOT, Feature.MLA_CHUNKED_PREFIX, Feature.LSE}
     return role in (Role.PREFILL, Role.DRAFT_PREFILL) and expanded <= spec.features
 
 
