@@ -17,7 +17,7 @@ from .expected import expect
 from .monitor import PoolWatch, Untouched
 from .poison import nan_empty
 from .results import Failure
-from .step import LayerInputs, Span, Step, layer_inputs, make_step
+from .step import LayerInputs, Span, Step, fill_mask, layer_inputs, make_step
 from .subject import Built, Subject
 from .trees import draw_trees
 from .world import World
@@ -55,6 +55,15 @@ class Bench:
         if step.batch.spec_info is not None and step.batch.spec_info.mask is not None:
             self.backend.update_verify_buffers_to_fill_after_draft(step.batch.spec_info, step.batch.batch_size)
         return step
+
+    def refill(self, step: Step, trees: Sequence[Tensor]) -> Step:
+        """Write other trees into a step's mask, as drafting does after planning, and tell the backend."""
+        info = step.batch.spec_info
+        assert info is not None, "only a verify step has a mask"
+        assert info.mask is not None, "a chain has no mask"
+        fill_mask(info.mask, step.batch.seq_lens, trees)
+        self.backend.update_verify_buffers_to_fill_after_draft(info, step.batch.batch_size)
+        return Step(step.mode, step.spans, step.batch, tuple(trees), step.brings_encoder)
 
     def pad(self, step: Step, count: int) -> Step:
         """Return a step with padding requests, as a graph runner pads it."""
@@ -165,8 +174,3 @@ class Bench:
         if not mask.is_read:
             raise Failure("CUSTOM_MASK is declared, but verify_mask.is_read is False", fault="tree ignored")
         return {"mask": mask, "trees": trees, "parents": parents}
-
-
-def visible_rows(x: Tensor, step: Step) -> Tensor:
-    """Return the rows that are not padding."""
-    return x[: step.num_rows]

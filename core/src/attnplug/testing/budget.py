@@ -80,7 +80,7 @@ def low_precision(problem: Problem, rules: Rules, sinks: Tensor | None, dtype: t
     total = torch.zeros((n, heads), dtype=wide, device=q.device)
     acc = torch.zeros((n, heads, problem.v.shape[-1]), dtype=wide, device=q.device)
     # Long requests go in larger blocks: the loop is Python's, and errors grow with the number of rescalings.
-    block = max(BLOCK, length // 64)
+    block = max(BLOCK, length // 1024)
     for start in range(0, length, block):
         keys = slice(start, start + block)
         k = rounded(problem.k[keys]).repeat_interleave(group, dim=1)

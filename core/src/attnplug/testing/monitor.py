@@ -78,15 +78,16 @@ class PoolWatch:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        total = sum(buffer.nbytes for _, buffer in self._buffers())
+        total = sum(buffer.nbytes for _, _, buffer in self._buffers())
         self._whole = total <= SNAPSHOT_LIMIT
-        self._before = [buffer.clone() if self._whole else None for _, buffer in self._buffers()]
+        self._before = [buffer.clone() if self._whole else None for _, _, buffer in self._buffers()]
 
-    def _buffers(self) -> Iterator[tuple[int, Tensor]]:
+    def _buffers(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield every buffer with its layer, and with 0 for keys and 1 for values."""
         for index, layer in enumerate(self._world.case.layers):
             if layer.reads_pool:
-                for buffer in self._world.stored(index):
-                    yield index, buffer
+                for which, buffer in enumerate(self._world.stored(index)):
+                    yield index, which, buffer
 
     def verify(self, step: Step, index: int | None, *, saved: bool) -> None:
         """Check that a layer's call stored exactly its rows.
@@ -96,12 +97,9 @@ class PoolWatch:
             index: The layer that ran; None: nothing may have been written.
             saved: Whether it was asked to write.
         """
-        position = 0
-        for before, (owner, buffer) in zip(self._before, self._buffers(), strict=True):
-            first = position == 0 or owner != last
-            last, position = owner, position + 1
-            name = "keys" if first else "values"
-            wanted = self._written(step, owner, first) if saved and owner == index else None
+        for before, (owner, which, buffer) in zip(self._before, self._buffers(), strict=True):
+            name = ("keys", "values")[which]
+            wanted = self._written(step, owner, which) if saved and owner == index else None
             if wanted is not None and not self._stored_right(buffer, *wanted):
                 self._blame_write(buffer, wanted, owner, name)
             if before is None:
@@ -116,12 +114,19 @@ class PoolWatch:
             if not same_bytes(buffer, expected):
                 raise Failure(self._where(buffer, expected, owner, name), fault="writes slots that are not its own")
 
-    def _written(self, step: Step, index: int, first: bool) -> tuple[Tensor, Tensor] | None:
+    def verify_unchanged(self) -> None:
+        """Raise Failure where any slot changed: what is refused has run no kernel."""
+        for before, (owner, which, buffer) in zip(self._before, self._buffers(), strict=True):
+            if before is not None and not same_bytes(buffer, before):
+                name = ("keys", "values")[which]
+                raise Failure(f"layer {owner}: {name} were written before the refusal", fault="refuses after writing")
+
+    def _written(self, step: Step, index: int, which: int) -> tuple[Tensor, Tensor] | None:
         world = self._world
         layer = world.case.layers[index]
         if layer.cross and not step.brings_encoder:
             return None
-        units = world.units(index)[0 if first else 1]
+        units = world.units(index)[which]
         placement = world.placements[world.layer_space(index)]
         if world.layer_space(index) is KVSpace.ENCODER:
             slots = [placement.slots[s.request] for s in step.spans]

@@ -34,10 +34,11 @@ class Failure(AssertionError):
     Args:
         message: What was found, and what was expected.
         fault: Short name of the fault that it looks like, empty where nothing fits.
+        smallest: The id of a smaller case that fails, where one was found.
     """
 
-    def __init__(self, message: str, *, fault: str = "") -> None:
-        self.fault = fault
+    def __init__(self, message: str, *, fault: str = "", smallest: str = "") -> None:
+        self.fault, self.smallest = fault, smallest
         super().__init__(message)
 
 
@@ -57,6 +58,8 @@ class Result:
     fault: str = ""
     seconds: float = 0.0
     served_by: str = ""
+    smallest: str = ""
+    """Id of the smaller case that a search found, where this case is a search."""
     topics: tuple[str, ...] = ()
     """The parts of the declaration that it is about, as 'features.sinks', for the table of what was proven."""
 

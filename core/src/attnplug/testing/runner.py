@@ -48,14 +48,14 @@ def run_case(subject: Subject, case: Case, *, waivers: Mapping[str, str] | None 
     """
     check = find_check(case.axis, case.check)
     start = time.perf_counter()
-    status, message, fault, served_by = Status.PROVEN, "", "", ""
+    status, message, fault, served_by, smallest = Status.PROVEN, "", "", "", ""
     try:
         outcome = check.run(subject, case)
         status, served_by, message = outcome.status, outcome.served_by, outcome.message
     except NotRun as reason:
         status, message = Status.NOT_RUN, str(reason)
     except Failure as failure:
-        status, message, fault = Status.FAILED, str(failure), failure.fault
+        status, message, fault, smallest = Status.FAILED, str(failure), failure.fault, failure.smallest
     except BackendRejected as error:
         status, message, fault = Status.FAILED, f"declared, and refused: {error}", "refuses what it declares"
     except torch.cuda.OutOfMemoryError as error:
@@ -68,7 +68,7 @@ def run_case(subject: Subject, case: Case, *, waivers: Mapping[str, str] | None 
         if waiver is not None:
             status, message = Status.WAIVED, f"waived by the vendor: {waiver}; {message}"
     seconds = time.perf_counter() - start
-    return Result(case.id, status, check.claim, message, fault, seconds, served_by, topics_of(case))
+    return Result(case.id, status, check.claim, message, fault, seconds, served_by, smallest, topics_of(case))
 
 
 def run_cases(
@@ -142,7 +142,7 @@ def failure_text(name: str, result: Result) -> str:
     fault = f" [{result.fault}]" if result.fault else ""
     return (
         f"{result.status.value}{fault}: {result.claim}\n  found: {result.message}\n"
-        f"  reproduce: attnplug conformance {name} --case '{result.case}'"
+        f"  reproduce: attnplug conformance {name} --case '{result.smallest or result.case}'"
     )
 
 
