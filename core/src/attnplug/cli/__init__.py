@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -25,9 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = lambda message, *_: print(f"attnplug: warning: {message}", file=sys.stderr)
         try:
             _run([*(sys.argv[1:] if argv is None else argv)])
+            sys.stdout.flush()
         except AttnplugError as error:
             print(f"attnplug: error: {error}", file=sys.stderr)
             return USER_MUST_MEND
+        except BrokenPipeError:
+            # The reader, such as head, has what it wanted; Python's own flush at exit must not raise again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else USER_MUST_MEND if end.code else 0
     return 0
