@@ -60,18 +60,15 @@ VARIANTS = {
     "wide_heads": {"head_dim": 128, "v_head_dim": 128},
     "odd_heads": {"head_dim": 72, "v_head_dim": 40},
 }
-MANY = (1, 2, 31, 32, 33, 64, 100, 129, 255, 256, 257, 258, 300, 300, 300, 513, 700, 1030, 40, 300)
+MANY = (1, 32, 33, 100, 255, 257, 300, 300, 700, 40, 300)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND], ids=["decode", "extend"])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_row_is_bitwise_the_same_alone_and_in_company(
-    dtype: torch.dtype, variant: str, mode: ForwardMode, page_size: int
-) -> None:
+def test_row_is_bitwise_the_same_alone_and_in_company(dtype: torch.dtype, variant: str, mode: ForwardMode) -> None:
     new = (1,) * len(MANY) if mode is ForwardMode.DECODE else tuple(min(n, 1 + 7 * (i % 6)) for i, n in enumerate(MANY))
-    world = World(layer(**VARIANTS[variant]), MANY, new, mode, dtype=dtype, page_size=page_size, deterministic=True)
+    world = World(layer(**VARIANTS[variant]), MANY, new, mode, dtype=dtype, page_size=16, deterministic=True)
     whole = world.run().out
     row = 0
     for i, t in enumerate(new):
@@ -80,9 +77,9 @@ def test_row_is_bitwise_the_same_alone_and_in_company(
         got = world.backend.forward(world.q[row : row + t].clone(), None, None, world.module, alone).out
         assert torch.equal(got, whole[row : row + t]), f"request {i}: {MANY[i]} keys, {t} queries"
         row += t
-    few = world.batch.slice(5, 17)
+    few = world.batch.slice(3, 9)
     world.backend.init_forward_metadata(few)
-    rows = slice(sum(new[:5]), sum(new[:17]))
+    rows = slice(sum(new[:3]), sum(new[:9]))
     assert torch.equal(world.backend.forward(world.q[rows], None, None, world.module, few).out, whole[rows])
 
 

@@ -13,4 +13,4 @@ class TorchNativeOptions(BaseModel):
     max_gather_tokens: int = Field(default=8192, ge=1)
     """Most key rows that one call gathers for several requests at once; a single longer request is gathered whole."""
     max_score_cells: int = Field(default=1 << 22, ge=1 << 10)
-    """Most scores, query heads × queries × keys, that one call computes; long query blocks are cut by it."""
+    """Most scores, or mask cells of a fused call, that a request has in memory; long query blocks are cut by it."""

@@ -63,8 +63,8 @@ def attend_tile(
 ) -> TileState:
     """Attend the requests of a tile.
 
-    Memory is bounded: long queries are cut into blocks of at most ``max_cells`` scores, and a block reads only the
-    columns that some query of it may see. How they are cut follows from t and n alone.
+    Memory is bounded: long queries are cut into blocks of at most ``max_cells`` scores or mask cells, and a block
+    reads only the columns that some query of it may see. How they are cut follows from t and n alone.
 
     Args:
         q: [N, t, Hq, D].
@@ -75,7 +75,7 @@ def attend_tile(
         scores: Scale, cap, sinks.
         explicit: Write the softmax out instead of calling the fused kernel.
         return_lse: Give the LSE, and leave sinks out.
-        max_cells: Most scores of one request in one call.
+        max_cells: Most scores, or mask cells, of one request in one call.
 
     Returns:
         out [N, t, Hq, Dv] in q's dtype, and lse [N, t, Hq] where asked for.
@@ -85,7 +85,9 @@ def attend_tile(
     group = hq // hk
     folded = q.view(n_req, t, hk, group, -1).permute(0, 2, 1, 3, 4)  # [N, Hk, t, G, D]
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
-    step = max(1, min(t, max_cells // max(1, hq * n)))
+    # Written out, the scores of all heads exist at once; the fused kernel needs no more than its mask.
+    cells_a_query = n * (hq if explicit else group)
+    step = max(1, min(t, max_cells // max(1, cells_a_query)))
     outs, lses = [], []
     for lo in range(0, t, step):
         hi = min(t, lo + step)
