@@ -108,3 +108,15 @@ def test_the_addresses_a_replay_reads_are_known() -> None:
         y += 1
     assert x.untyped_storage().data_ptr() in graph.input_addresses()
     assert y.untyped_storage().data_ptr() not in graph.input_addresses()
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["grad_mode", "inference_mode"])
+def test_a_reshape_that_copies_is_replayed_and_one_that_views_follows_its_base(inference: bool) -> None:
+    x, graph = torch.arange(6.0).view(2, 3), EmulatedGraph()
+    with torch.inference_mode(inference), graph.capture():
+        copied = x.t().reshape(6)
+        viewed = x.reshape(6)
+    x.mul_(2)
+    graph.replay()
+    assert copied.tolist() == x.t().reshape(6).tolist()
+    assert viewed.tolist() == x.reshape(6).tolist()

@@ -99,7 +99,7 @@ class AttentionLayer(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy or an unpickled layer is a layer of its own to compiled code.
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.number = number_layer(self)
 
     @classmethod

@@ -36,9 +36,7 @@ def token_buckets(max_num_tokens: int, configured: Iterable[int] = ()) -> tuple[
     return _chosen(max_num_tokens, configured, (4, 8), 16, 4)
 
 
-def _chosen(
-    limit: int, configured: Iterable[int], small: tuple[int, ...], first: int, parts: int
-) -> tuple[int, ...]:
+def _chosen(limit: int, configured: Iterable[int], small: tuple[int, ...], first: int, parts: int) -> tuple[int, ...]:
     given = sorted(set(configured))
     wrong = [size for size in given if not 1 <= size <= limit]
     if wrong or limit < 1:

@@ -29,6 +29,9 @@ class CapturedGraph(Protocol):
     def replay(self) -> None:
         """Run it on the current stream."""
 
+    def mark(self, record: Callable[[], None]) -> None:
+        """Record an event at this place of the capture, to be reached at each replay."""
+
     def reads(self, tensor: Tensor) -> bool:
         """Return whether a replay may read the tensor's memory."""
 
@@ -98,7 +101,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device, *, capture_error_mode: str = "thread_local") -> None:
         self.device, self._mode = device, capture_error_mode
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def new(self) -> CapturedGraph:
@@ -141,6 +144,9 @@ class _CudaGraph:
             # The capture was invalidated by what is being raised; ending it is all that was wanted.
             return
         self._graph.reset()
+
+    def mark(self, record: Callable[[], None]) -> None:
+        record()
 
     def replay(self) -> None:
         self._graph.replay()

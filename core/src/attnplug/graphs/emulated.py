@@ -46,6 +46,11 @@ def _aliases(arguments: Any) -> Any:
     return tree_map_only(Tensor, torch.Tensor.detach, arguments)
 
 
+def _is_view(result: Any, args: tuple[Any, ...]) -> bool:
+    memory = {t.untyped_storage().data_ptr() for t in _tensors(args)}
+    return all(t.untyped_storage().data_ptr() in memory for t in _tensors(result))
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, records: list[_Record | _Marker]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,11 +65,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             refuse(str(func), fault)
         result = func(*args, **kwargs)
         returns = func._schema.returns
-        if torch.Tag.inplace_view in func.tags or any(r.alias_info and not r.alias_info.is_write for r in returns):
-            return result  # A view: it follows its base, and runs on the host.
-        writes = any(r.alias_info is not None for r in returns) or func._schema.is_mutable
+        if torch.Tag.inplace_view in func.tags:
+            return result
+        if any(r.alias_info and not r.alias_info.is_write for r in returns) and _is_view(result, args):
+            return result  # It follows its base, and runs on the host. A reshape() that had to copy is no view.
+        writes = func._schema.is_mutable or any(r.alias_info and r.alias_info.is_write for r in returns)
         kept = () if writes else tuple(t.detach() for t in _tensors(result))
-        self.records.append(_Record(func, *_aliases((args, kwargs)), kept))
+        self.records.append(_Record(func, _aliases(args), _aliases(kwargs), kept))
         return result
 
 
@@ -129,7 +136,8 @@ class EmulatedGraph:
 
     def replay(self) -> None:
         """Run the recorded operations again; results appear in the captured tensors."""
-        with torch.no_grad():
+        # Inference mode may write what was made in either mode; the other may not.
+        with torch.inference_mode():
             for record in self._records:
                 if isinstance(record, _Marker):
                     record.reached()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
+
 from ..backend import AttentionBackend
 from ..errors import ContractViolation
 
@@ -32,7 +34,8 @@ def ensure_graph_state(backend: AttentionBackend, max_bs: int, max_num_tokens: i
     """
     known = _states.get(backend)
     if known is None:
-        backend.init_cuda_graph_state(max_bs, max_num_tokens)
+        with torch.inference_mode(False):
+            backend.init_cuda_graph_state(max_bs, max_num_tokens)
         _states[backend] = GraphMaxima(max_bs, max_num_tokens)
     elif max_bs > known.max_bs or max_num_tokens > known.max_num_tokens:
         raise ContractViolation(
