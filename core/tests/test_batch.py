@@ -154,3 +154,16 @@ def test_padding_is_legal_and_writes_the_sink(mode: str) -> None:
 def test_ragged_batches_cannot_be_padded() -> None:
     with pytest.raises(BatchError, match=r"query widths \[1, 5\]"):
         extend_batch([2, 0], [1, 5]).pad(4, seq_len_fill=1)
+
+
+def test_padding_of_a_verify_step_without_requests_has_the_draft_width() -> None:
+    from attnplug.spec_info import SpecInfo
+
+    one = decode_batch([3]).replace(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        spec_info=SpecInfo(2),
+        positions=torch.tensor([3, 4]),
+        out_cache_loc=torch.tensor([1, 2]),
+    )
+    padded = one.slice(0, 0).pad(3, seq_len_fill=1)
+    assert (padded.batch_size, padded.num_padding, padded.num_tokens) == (3, 3, 6)

@@ -72,7 +72,8 @@ def pad_batch(batch: ForwardBatch, batch_size: int, *, seq_len_fill: int, sink_s
     widths = set(batch.query_lens_cpu)
     if extra < 0 or len(widths) > 1:
         raise BatchError([f"cannot pad {batch.batch_size} requests with query widths {sorted(widths)} to {batch_size}"])
-    width = widths.pop() if widths else 1
+    # Of no request the width is the draft window's, where there is one.
+    width = widths.pop() if widths else (batch.spec_info.draft_token_num if batch.spec_info else 1)
 
     def grow(t: torch.Tensor, count: int, fill: int) -> torch.Tensor:
         return torch.cat([t, torch.full((count,), fill, dtype=t.dtype, device=t.device)])
