@@ -7,7 +7,7 @@ and switched back after it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -19,8 +19,12 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from attnplug.batch import ForwardBatch
 from attnplug.errors import ContractViolation, UnsupportedModel
 from attnplug.layer import AttentionLayer
+from attnplug.spec import Kind
 
-__all__ = ["IMPLEMENTATION", "AttentionStep", "ModelLoan", "attention_forward"]
+__all__ = ["IMPLEMENTATION", "AttentionStep", "Attend", "ModelLoan", "attention_forward"]
+
+Attend = Callable[[nn.Module, AttentionLayer, Tensor, Tensor, Tensor, ForwardBatch], Tensor]
+"""A module's attention by its layer: (module, layer, q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv], batch) to out."""
 
 IMPLEMENTATION = "attnplug"
 """The name under which transformers finds ``attention_forward``.
@@ -37,6 +41,8 @@ class AttentionStep(NamedTuple):
     """The layer of each attention module."""
     seen: list[nn.Module] | None
     """In an engine's first step: which modules have called, in order, each compared with its layer. Later None."""
+    attend: Attend
+    """The bridge's."""
 
 
 _current: ContextVar[AttentionStep | None] = ContextVar("attnplug_transformers_step", default=None)
@@ -67,8 +73,8 @@ def attention_forward(
     Args:
         module: Who asks; names its layer.
         query: [1, Hq, T, D], the model's dtype: the step's tokens, flattened.
-        key: [1, Hk, T, D].
-        value: [1, Hk, T, Dv].
+        key: [1, Hk, T, D]; of MLA the latent rows, [1, 1, T, C].
+        value: [1, Hk, T, Dv]; of MLA the rotated key rows, [1, 1, T, R].
         attention_mask: None: positions and lengths are the batch's.
         scaling: Compared with the layer's on the module's first call, as are window, cap and sinks among the rest.
         dropout: Not read: the engine serves models in evaluation mode.
@@ -90,8 +96,8 @@ def attention_forward(
     layer = step.layers.get(module)
     if layer is None or step.seen is not None or attention_mask is not None:
         layer = _check_call(step, module, query, key, value, scaling, {**kwargs, "attention_mask": attention_mask})
-    out = layer(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), step.batch).out
-    return out.unsqueeze(0), None
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    return step.attend(module, layer, q, k, v, step.batch).unsqueeze(0), None
 
 
 def _check_call(
@@ -112,9 +118,7 @@ def _check_call(
     window = kwargs.get("sliding_window")
     asked: dict[str, tuple[Any, Any]] = {
         "query heads": (query.shape[1], layer.num_heads),
-        "KV heads": (key.shape[1], layer.num_kv_heads),
         "head_dim": (query.shape[3], layer.head_dim),
-        "v_head_dim": (value.shape[3], layer.v_head_dim),
         "sliding_window_size": (-1 if window is None else window - 1, layer.sliding_window_size),
         "logit_cap": (float(kwargs.get("softcap") or 0.0), layer.logit_cap),
         "sinks": (kwargs.get("s_aux") is not None, layer.sinks is not None),
@@ -122,6 +126,13 @@ def _check_call(
         "a mask of its own": (kwargs.get("attention_mask") is not None, False),
         "calls in a step": (1 + (step.seen or []).count(module), 1),
     }
+    if layer.kind is Kind.MLA:
+        latent, rope = (1, layer.kv_lora_rank), (1, layer.qk_rope_head_dim)
+        asked["latent rows (heads, width)"] = ((key.shape[1], key.shape[3]), latent)
+        asked["rotated key rows (heads, width)"] = ((value.shape[1], value.shape[3]), rope)
+    else:
+        asked["KV heads"] = (key.shape[1], layer.num_kv_heads)
+        asked["v_head_dim"] = (value.shape[3], layer.v_head_dim)
     if scaling is not None:
         asked["scaling"] = (scaling, layer.scaling)
     wrong = [

@@ -15,7 +15,7 @@ from attnplug.backend import AttentionBackend
 from attnplug.config import AttentionConfig
 from attnplug.decision import Decision
 from attnplug.errors import ConfigError, UnsupportedModel
-from attnplug.kv.pools import MHAKVPool
+from attnplug.kv.pools import KVPool
 from attnplug.kv.translator import KVIndexTranslator
 from attnplug.manager import BackendManager
 from attnplug.model_spec import ModelSpec
@@ -23,6 +23,7 @@ from attnplug.modes import ForwardMode
 from attnplug.select import resolve
 from attnplug.spec import Kind
 
+from .adapters.base import Adapter, PoolSizes
 from .pages import RequestTable
 from .sizes import EngineSizes
 
@@ -33,6 +34,8 @@ __all__ = ["BackendFactory", "Selection", "Serving", "build_serving", "read_conf
 
 BackendFactory = Callable[[BackendEnv], AttentionBackend]
 """Builds the backend from its environment, in place of the configuration."""
+
+_SERVED = frozenset({Kind.SOFTMAX, Kind.MLA})
 
 ConfigSource = AttentionConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
@@ -57,7 +60,7 @@ class Serving:
     backend: AttentionBackend
     translator: KVIndexTranslator
     table: RequestTable
-    pool: MHAKVPool
+    pool: KVPool
 
 
 def read_config(source: ConfigSource, *, page_size: int | None = None) -> AttentionConfig:
@@ -87,11 +90,11 @@ def select(spec: ModelSpec, config: AttentionConfig, device: torch.device, facto
     Raises:
         AttnplugError: Nothing that was asked for fits; see ``attnplug.select.resolve``.
     """
-    foreign = spec.kinds - {Kind.SOFTMAX}
+    foreign = spec.kinds - _SERVED
     if foreign:
         raise UnsupportedModel(
-            f"{spec.name} has {', '.join(sorted(kind.value for kind in foreign))} layers; this engine serves softmax",
-            remedy="serve a model whose layers are all softmax attention",
+            f"{spec.name} has {', '.join(sorted(kind.value for kind in foreign))} layers; allowed: softmax and mla",
+            remedy="serve a model whose layers are all of these kinds",
         )
     attention = config.attention
     if factory is not None:
@@ -108,6 +111,7 @@ def select(spec: ModelSpec, config: AttentionConfig, device: torch.device, facto
 
 def build_serving(
     spec: ModelSpec,
+    adapter: Adapter,
     selection: Selection,
     sizes: EngineSizes,
     *,
@@ -120,14 +124,14 @@ def build_serving(
     Raises:
         BackendLoadError: A plugin fails to load or to create its backend.
     """
-    pool = MHAKVPool(
-        spec.layers,
+    pool_sizes = PoolSizes(
         num_pages=sizes.num_pages,
         page_size=sizes.page_size,
         dtype=selection.kv_dtype,
         device=device,
         layout=selection.kv_layout,
     )
+    pool = adapter.make_pool(spec, pool_sizes)
     table = RequestTable(sizes.max_batch_size, sizes.max_context_len, sizes.page_size, device)
     translator = KVIndexTranslator(pool, table.device_table)
     env = BackendEnv(

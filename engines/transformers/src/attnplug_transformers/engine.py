@@ -10,6 +10,7 @@ import torch
 
 from attnplug.backend import AttentionBackend
 
+from .adapters import find_adapter
 from .backends import (
     BackendFactory,
     ConfigSource,
@@ -31,7 +32,6 @@ from .model_spec import model_spec_from_config
 from .pages import PageAllocator
 from .runner import ModelRunner
 from .scheduler import Scheduler, SchedulerLimits
-from .sites import make_layers
 from .sizes import choose_sizes
 
 if TYPE_CHECKING:
@@ -106,24 +106,32 @@ class Engine(RequestLoop):
             num_pages=num_pages,
             kv_cache_bytes=kv_cache_bytes,
         )
-        layers = make_layers(model, self.model_spec)
+        adapter = find_adapter(model.config.model_type)
+        layers = adapter.make_layers(model, self.model_spec)
         model.train(False)
         serving = build_serving(
-            self.model_spec, selection, self.sizes, dtype=self.dtype, device=self.device, factory=backend_factory
+            self.model_spec,
+            adapter,
+            selection,
+            self.sizes,
+            dtype=self.dtype,
+            device=self.device,
+            factory=backend_factory,
         )
         self.backend: AttentionBackend = serving.backend
+        bridge = adapter.make_bridge(model, layers, serving, self.sizes)
         self.pages = PageAllocator(self.sizes.num_pages, self.sizes.page_size)
         limits = SchedulerLimits(
             max_batch_size=self.sizes.max_batch_size,
             max_num_tokens=self.sizes.max_num_tokens,
             chunk_size=self.sizes.chunk_size,
-            mixed=serves_mixed(self.backend, self.model_spec),
+            mixed=bridge.mixes and serves_mixed(self.backend, self.model_spec),
         )
         self.scheduler = Scheduler(limits, self.pages, serving.table)
         core = EngineCore(
             self.scheduler,
             BatchBuilder(serving.table, serving.translator, self.device),
-            ModelRunner(model, layers, self.backend),
+            ModelRunner(model, bridge, self.backend),
             num_slots=serving.pool.num_slots if check_batches else None,
         )
         super().__init__(core, Intake(model, tokenizer, self.sizes), tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,25 +11,31 @@ from typing import TYPE_CHECKING, Any
 from attnplug.errors import UnsupportedModel
 from attnplug.model_spec import LayerSpec
 
+from .latent import latent_layers
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES_GROUP = "attnplug_transformers.families.v1"
-"""Entry points whose name is a config's ``model_type`` and whose value is a ``LayersOf``."""
+"""Entry points whose name is a config's ``model_type`` and whose value is a ``LayersOf``, or a ``Family``."""
 
 LayersOf = Callable[["PretrainedConfig"], tuple[LayerSpec, ...]]
 """Reads a config's layers; raises UnsupportedModel where the config asks for what the family does not cover."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+DECODER = "attnplug_transformers.adapters.decoder:DecoderAdapter"
+LATENT = "attnplug_transformers.adapters.mla:MlaAdapter"
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Architectures whose configs are read alike."""
+    """Architectures whose configs are read, and whose modules are served, alike."""
 
     name: str
     model_types: tuple[str, ...]
     layers: LayersOf
+    adapter: str = DECODER
+    """How their modules are served: ``module:attribute`` of an ``adapters.base.Adapter``, imported at its first use."""
 
 
 _REGISTRY: dict[str, Family] = {}
@@ -69,14 +76,17 @@ def find_family(model_type: str) -> Family | None:
             remedy="uninstall all but one of them",
         )
     try:
-        layers = points[0].load()
+        loaded = points[0].load()
     # Foreign code: whatever it raises is raised again with the distribution's name on it.
     except Exception as error:
         raise UnsupportedModel(
             f"model family {model_type!r} of {_owner(points[0])} failed to load: {type(error).__name__}: {error}",
             remedy="repair, reinstall or uninstall that distribution",
         ) from error
-    family = Family(f"{model_type} of {_owner(points[0])}", (model_type,), layers)
+    if isinstance(loaded, Family):
+        family = dataclasses.replace(loaded, model_types=(model_type,))
+    else:
+        family = Family(f"{model_type} of {_owner(points[0])}", (model_type,), loaded)
     register_family(family)
     return family
 
@@ -193,6 +203,7 @@ _FULL_ATTENTION = (
     *("llama", "arcee", "cohere", "ernie4_5", "exaone", "gemma", "glm", "glm4", "helium"),
     *("olmo", "olmo2", "olmoe", "qwen3_moe", "seed_oss"),
 )
+_LATENT = ("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu")
 _WINDOW_BY_LAYER = ("cohere2", "ministral", "olmo3", "qwen2", "qwen3", "smollm3")
 
 for _family in (
@@ -203,5 +214,6 @@ for _family in (
     Family("granite", ("granite", "granitemoe", "granitemoeshared"), _granite),
     Family("granite with window and sinks", ("granite_swa", "granitemoe_swa"), _granite_sinks),
     Family("gpt-oss", ("gpt_oss",), _gpt_oss),
+    Family("latent attention", _LATENT, latent_layers, adapter=LATENT),
 ):
     register_family(_family)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnplug.backend import AttentionBackend
 from attnplug.context import ForwardContext, forward_context
-from attnplug.errors import UnsupportedModel
-from attnplug.layer import AttentionLayer
 
-from .attention import AttentionStep, ModelLoan, attention_step
+from .adapters.base import Bridge
 from .batch_builder import StepInputs
 
 __all__ = ["ModelRunner"]
@@ -25,16 +22,12 @@ class ModelRunner:
 
     Args:
         model: In evaluation mode.
-        layers: The layer of each of its attention modules.
-        backend: Serves them all.
+        bridge: Lends it the backend.
+        backend: Serves all its layers.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, layers: Mapping[nn.Module, AttentionLayer], backend: AttentionBackend
-    ) -> None:
-        self.model, self.backend = model, backend
-        self._layers, self._checked = layers, False
-        self._loan = ModelLoan(model)
+    def __init__(self, model: PreTrainedModel, bridge: Bridge, backend: AttentionBackend) -> None:
+        self.model, self.bridge, self.backend = model, bridge, backend
         self._context = ForwardContext(backend)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -48,27 +41,9 @@ class ModelRunner:
             UnsupportedModel: In the first step: a module's attention is not what its layer says, or did not come here.
         """
         batch = inputs.batch
-        step = AttentionStep(batch, self._layers, None if self._checked else [])
         keep = {"logits_to_keep": inputs.logits_rows} if self._keeps_logits else {}
-        with torch.inference_mode(), self._loan(), attention_step(step), forward_context(self._context):
+        with torch.inference_mode(), self.bridge.serve(batch), forward_context(self._context):
             self.backend.init_forward_metadata(batch)
-            output = self.model(
-                input_ids=inputs.input_ids.unsqueeze(0),
-                position_ids=batch.positions.unsqueeze(0),
-                use_cache=False,
-                **keep,
-            )
-            if step.seen is not None:
-                self._check_first(step.seen)
+            output = self.model(**self.bridge.inputs(inputs), **keep)
             logits: Tensor = output.logits[0]
             return logits if self._keeps_logits else logits[inputs.logits_rows]
-
-    def _check_first(self, seen: list[nn.Module]) -> None:
-        silent = [layer.layer_id for module, layer in self._layers.items() if module not in seen]
-        if silent:
-            raise UnsupportedModel(
-                f"{type(self.model).__name__} computed attention by itself in layers {silent}, not by transformers' "
-                "AttentionInterface",
-                remedy="serve a model whose every layer takes its attention from there",
-            )
-        self._checked = True

@@ -13,6 +13,7 @@ from attnplug.model_spec import LayerSpec, ModelSpec
 __all__ = ["attention_modules", "make_layers"]
 
 _SHOWN = 8
+_NAMES = ("Attention", "MLA")
 
 
 def make_layers(model: nn.Module, spec: ModelSpec) -> dict[nn.Module, AttentionLayer]:
@@ -54,7 +55,7 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     modules: dict[int, nn.Module] = {}
     for module in model.modules():
         layer_id = getattr(module, "layer_idx", None)
-        if not isinstance(layer_id, int) or not type(module).__name__.endswith("Attention"):
+        if not isinstance(layer_id, int) or not type(module).__name__.endswith(_NAMES):
             continue
         if layer_id in modules:
             raise UnsupportedModel(
@@ -71,7 +72,10 @@ def _differences(module: nn.Module, layer: LayerSpec) -> Iterator[tuple[str, obj
     window = getattr(module, "sliding_window", None)
     pairs: list[tuple[str, float, float | None]] = [
         ("scaling", layer.scaling, getattr(module, "scaling", None)),
-        ("head_dim", layer.head_dim, getattr(module, "head_dim", None)),
+        ("head_dim", layer.head_dim, getattr(module, "head_dim", getattr(module, "qk_head_dim", None))),
+        ("v_head_dim", layer.v_head_dim, getattr(module, "v_head_dim", None)),
+        ("kv_lora_rank", layer.kv_lora_rank, getattr(module, "kv_lora_rank", None)),
+        ("qk_rope_head_dim", layer.qk_rope_head_dim, getattr(module, "qk_rope_head_dim", None)),
         ("query heads a KV head", layer.group_size, getattr(module, "num_key_value_groups", None)),
         ("sliding_window_size", layer.sliding_window_size, window - 1 if window else None),
         ("logit_cap", layer.logit_cap, getattr(module, "attn_logit_softcapping", None)),
