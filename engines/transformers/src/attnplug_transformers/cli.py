@@ -250,7 +250,7 @@ def _facts(
         "completions": [
             {
                 "prompt": prompt,
-                "token_ids": list(one.token_ids),
+                "token_ids": one.token_ids,
                 "text": one.text,
                 "finish_reason": one.finish_reason,
                 "error": one.error,
