@@ -126,3 +126,12 @@ def test_cutting_long_queries_changes_nothing(cut: int, kind: str) -> None:
     options = TorchNativeOptions(max_score_cells=cut, max_gather_tokens=64)
     world = World(layer(**LAYERS[kind]), (300, 40, 40), (130, 40, 40), options=options)
     assert_exact(world.run().out, world.expect()[0])
+
+
+def test_keys_beyond_one_block_are_merged() -> None:
+    from attnplug_torch_native.kernels.softmax import KEY_BLOCK
+
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
+    spec = layer(has_sinks=True, logit_cap=2.0)
+    world = World(spec, (KEY_BLOCK + 40,), (1,), ForwardMode.DECODE, sinks=sinks)
+    assert_exact(world.run().out, world.expect()[0])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .mask import Visibility
-from .softmax import Scores, TileState, accumulator, attend_explicit, attend_fused
+from .softmax import LONG_KEYS, Scores, TileState, accumulator, attend_explicit, attend_fused
 
 ALIGNMENT = 64
 """Bytes: matrix kernels choose how to sum by whether their operands start on a cache line."""
@@ -83,6 +83,7 @@ def attend_tile(
     n_req, t, hq, _ = q.shape
     n, hk, dv = k.shape[1], k.shape[2], v.shape[3]
     group = hq // hk
+    explicit = explicit or (q.dtype == torch.float32 and n >= LONG_KEYS)
     folded = q.view(n_req, t, hk, group, -1).permute(0, 2, 1, 3, 4)  # [N, Hk, t, G, D]
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
     # Written out, the scores of all heads exist at once; the fused kernel needs no more than its mask.
