@@ -14,9 +14,9 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
-# What is installed, editable, in one resolution; a new distribution is added here.
-DISTS := -e core -e plugins/torch_native -e engines/transformers[gguf]
 PYPROJECTS := $(wildcard core/pyproject.toml plugins/*/pyproject.toml engines/*/pyproject.toml)
+# Every distribution, editable, in one resolution; the engine also reads GGUF files.
+DISTS := $(patsubst %/pyproject.toml,-e %,$(filter-out engines/transformers/%,$(PYPROJECTS))) -e engines/transformers[gguf]
 SOURCES := $(wildcard core/src plugins/*/src engines/*/src)
 
 # Those that a CPU can run; a file that starts with '_' is a helper.

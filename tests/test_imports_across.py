@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .workspace import BACKENDS, DISTRIBUTIONS, ROOT
+from workspace import BACKENDS, DISTRIBUTIONS, ROOT
 
 KERNEL_LIBRARIES = {
     "cutlass",
@@ -129,3 +129,9 @@ def test_no_text_points_outside_the_repository():
         if outside.search(line)
     ]
     assert found == []
+
+
+def test_no_test_module_hides_another_of_the_same_name():
+    # core/tests is a package named "tests" to pytest, and so is the folder of this file: one name, one module.
+    names = [path.name for folder in (ROOT / "core" / "tests", ROOT / "tests") for path in folder.glob("*.py")]
+    assert sorted(set(names)) == sorted(names)

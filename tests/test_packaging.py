@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from .workspace import BACKENDS, CORE, DISTRIBUTIONS, ROOT, Distribution
+from workspace import BACKENDS, CORE, DISTRIBUTIONS, ROOT, Distribution
 
 each_distribution = pytest.mark.parametrize("dist", DISTRIBUTIONS, ids=str)
 packaging = pytest.mark.packaging

@@ -11,7 +11,7 @@ import sys
 import pytest
 from packaging.requirements import Requirement
 
-from .workspace import DISTRIBUTIONS, ROOT
+from workspace import DISTRIBUTIONS, ROOT
 
 
 @pytest.fixture

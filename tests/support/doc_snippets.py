@@ -24,8 +24,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
 from attnplug import known
 from attnplug.config import AttentionConfig
-
-from .workspace import DISTRIBUTIONS, ROOT, tomllib
+from workspace import DISTRIBUTIONS, ROOT, tomllib
 
 EVALUATED = ("python", "console", "toml")
 FOR_PEOPLE = ("text", "mermaid")
@@ -116,7 +115,9 @@ def _environment() -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
     scripts = str(Path(sys.executable).parent)
     path = f"{scripts}{os.pathsep}{clean['PATH']}"
-    return {**clean, "PATH": path, "COLUMNS": "200", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    # The documents show a CPU and an offline machine, whatever this one is.
+    shown = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+    return {**clean, **shown, "PATH": path}
 
 
 def _look_up_distributions(command: str) -> None:
