@@ -91,7 +91,7 @@ def env_reasons(
         spec: What was declared.
         device_type: torch's device type.
         dtype: torch's name of the activations' dtype.
-        kv_dtype: The pool's dtype; with layout and page size, only asked where a layer of the backend's kinds reads a pool.
+        kv_dtype: The pool's dtype; like layout and page size, only asked where a layer of the backend's reads a pool.
         kv_layout: 'NHD' or 'HND'.
         page_size: Tokens a page.
         max_context_len: The longest context that the environment allows.

@@ -89,7 +89,7 @@ class AttentionBackend:
             raise BackendRejected(
                 f"backend {self.spec.name!r} cannot be built for this environment",
                 reasons={self.spec.name: reasons},
-                remedy="choose a backend that declares it, or change the environment: `attnplug explain` says what fits",
+                remedy="choose a backend that declares it, or change the environment; `attnplug explain` helps",
             )
 
     # Metadata

@@ -29,6 +29,7 @@ BUILTIN: Mapping[str, str] = {
     "resolve": "Choose the backends, and write the choice as a lock that other ranks load.",
     "validate": "Check a configuration: keys, types, versions, names and each backend's options.",
     "doctor": "Show versions, device, plugins with their tracebacks, and what to install.",
+    "conformance": "Prove what a backend declares: what is proven, refused, failed, not run.",
 }
 """Name and summary of each command of the core; its code is the ``app`` of ``attnplug.cli.<name>``.
 

@@ -160,7 +160,7 @@ class Case:
                 key, _, value = part.partition("=")
                 name = _KEYS[key]
                 default = _DEFAULTS[name]
-                values[name] = parse_lens(value) if name == "encoder" else type(default)(_plain(value, default))
+                values[name] = parse_lens(value) if name == "encoder" else _plain(value, default)
         except (KeyError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"{text!r} is no conformance case: {error}",
@@ -201,5 +201,8 @@ _DEFAULTS = {one.name: one.default for one in fields(Case)}
 assert set(LAYER_TOKENS.values()) <= {one.name for one in fields(LayerCase)}
 
 
-def _plain(value: str, default: object) -> Any:
-    return value == "1" if isinstance(default, bool) else value
+def _plain(value: str, default: object) -> bool | int | str:
+    """Read a value in the type of its default."""
+    if isinstance(default, bool):
+        return value == "1"
+    return int(value) if isinstance(default, int) else value

@@ -70,7 +70,8 @@ def _check_rows(world: World, step: Step, index: int, got: Tensor, want: Expecte
     row, head = divmod(int(worst), error.shape[1])
     message = (
         f"layer {index}: {_place(step, over.any(dim=1))}: out is off by {float(error[row, head]):.3g} at row {row}, "
-        f"head {head}, allowed {float(want.allowed.out[row, head]):.3g} ({int(over.sum())} of {over.numel()} rows × heads)"
+        f"head {head}, allowed {float(want.allowed.out[row, head]):.3g} ({int(over.sum())} of "
+        f"{over.numel()} rows × heads)"
     )
     found = _match_out(world, step, index, got, want, lse=lse)
     if found is not None:

@@ -150,8 +150,8 @@ class PoolWatch:
         if scale != 1.0 and bool(torch.isclose(now[row], rows[row].double() * scale, rtol=0.07, atol=1e-3).all()):
             fault = f"stores {name} without dividing by {name[0]}_scale"
         raise Failure(
-            f"layer {owner}: {name} stored at slot {int(slots[row])} are {_few(now[row])}; x / scale in the pool's dtype "
-            f"is {_few(rows[row].double())}",
+            f"layer {owner}: {name} stored at slot {int(slots[row])} are {_few(now[row])}; x / scale in the pool's "
+            f"dtype is {_few(rows[row].double())}",
             fault=fault,
         )
 

@@ -1,8 +1,8 @@
 """Dense attention in float64 from the logical keys and values of each request: no pool, no table, no backend.
 
-The pinned semantics: scores = q·k · scaling; the soft cap cap·tanh(s/cap); masks; sinks in the denominator only. The LSE is a
-natural log over scaled, capped and masked scores, without sinks. What a rule changes is said in ``Rules``, whose other
-values are the known faults that a wrong output is compared with.
+The pinned semantics: scores = q·k · scaling; the soft cap cap·tanh(s/cap); masks; sinks in the denominator only. The
+LSE is a natural log over scaled, capped and masked scores, without sinks. ``Rules`` holds these; its other values are the
+known faults that a wrong output is compared with.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-
 import torch
 
 from ..backend import AttentionBackend
@@ -134,15 +133,6 @@ def new_report(plan: Plan, *, shard: str = "1/1", waivers: Mapping[str, str] | N
         spec=spec_as_dict(subject.spec),
         versions=versions(),
         waivers=dict(waivers or {}),
-    )
-
-
-def failure_text(name: str, result: Result) -> str:
-    """Return a failure for a reader: the claim, what was found, and the one line that runs it again."""
-    fault = f" [{result.fault}]" if result.fault else ""
-    return (
-        f"{result.status.value}{fault}: {result.claim}\n  found: {result.message}\n"
-        f"  reproduce: attnplug conformance {name} --case '{result.smallest or result.case}'"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -188,16 +188,15 @@ def _mla_inputs(world: World, step: Step, index: int, q: Tensor, extra: int, lse
     layer, data = world.case.layers[index], world.data[index]
     form = MlaForm(world.case.mla)
     new = _pad(torch.cat([data.latent[s.request][s.start : s.stop] for s in step.spans]), extra)
-    stored = {"latent": new[:, : layer.latent].contiguous(), "k_rope": new[:, layer.latent :].contiguous()}
+    latent, k_rope = new[:, : layer.latent].contiguous(), new[:, layer.latent :].contiguous()
+    base = AttentionExtras(return_lse=lse, mla_form=form, latent=latent, k_rope=k_rope)
     if form is MlaForm.ABSORBED:
         nope, rope = q[..., : layer.latent].contiguous(), q[..., layer.latent :].contiguous()
-        return LayerInputs(
-            q, None, None, AttentionExtras(return_lse=lse, mla_form=form, q_nope=nope, q_rope=rope, **stored)
-        )
+        return LayerInputs(q, None, None, replace(base, q_nope=nope, q_rope=rope))
     if form is MlaForm.ONE_SHOT:
         k = _pad(torch.cat([data.k[s.request][s.start : s.stop] for s in step.spans]), extra)
         v = _pad(torch.cat([data.v[s.request][s.start : s.stop] for s in step.spans]), extra)
-        return LayerInputs(q, k, v, AttentionExtras(return_lse=lse, mla_form=form, **stored))
+        return LayerInputs(q, k, v, base)
     lens = tuple(s.start for s in step.spans)
     indptr = torch.cumsum(torch.tensor((0, *lens)), 0).to(world.device)
     k = torch.cat([data.k[s.request][: s.start] for s in step.spans])

@@ -11,8 +11,8 @@ from .case import Case
 def draw_trees(case: Case, device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Return what each request's drafts may see, [W, S + W] bool each, and the parents, [B, W] int64.
 
-    Draft 0 is the root. With a mask of cells for cached positions too ('full'), a few of those are hidden: who reads the
-    mask sees it.
+    Draft 0 is the root. With a mask of cells for cached positions too ('full'), a few of those are hidden: a reader of
+    the mask sees it.
     """
     width, random = case.queries[0], torch.Generator().manual_seed(case.seed + 29)
     parents = torch.full((len(case.queries), width), -1, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The known faults, each as the oracle would compute it: a wrong output is compared with them, and the match is named."""
+"""The known faults, each as the oracle would compute it: a wrong output is compared with them, and a match is named."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class World:
         return (keys,) if self.case.layers[index].kind is Kind.MLA else (keys, values)
 
     def put(self, buffer: Tensor, slots: Tensor, rows: Tensor) -> None:
-        """Write rows [n, H, D] of the pool's dtype at slots, in whichever layout; independent of the pool's own code."""
+        """Write rows [n, H, D] of the pool's dtype at slots, in whichever layout; the pool's own code is not used."""
         target, source = raw_bytes(buffer), raw_bytes(rows)
         if self.case.layout == "HND" and buffer.dim() == 4:
             target[slots // self.case.page, :, slots % self.case.page] = source
@@ -190,7 +190,7 @@ class World:
 
     def _make_table(self, space: KVSpace, lengths: tuple[int, ...]) -> Tensor:
         placement = self.placements.get(space)
-        # Wider than any length, by a page and more: a kernel that reads whole pages must not find the end of the tensor.
+        # Wider than any length by a page and more: a kernel that reads whole pages must not find the tensor's end.
         width = -(-(max((*lengths, 1)) + 8) // self.case.page) * self.case.page + self.case.page
         table = torch.full((len(lengths) + 4, width), OUT_OF_RANGE, dtype=torch.int32, device=self.device)
         table[0] = 0

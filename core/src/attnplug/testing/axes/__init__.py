@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from . import (
+    a_semantics,
+    b_sensitivity,
+    c_modes,
+    f_id_spaces,
+    h_precision,
+    i_widths,
+    j_refusal,
+    k_heterogeneity,
+    l_contract,
+    p_properties,
+)
 from .axis import Axis, Check
-from . import a_semantics, b_sensitivity, c_modes, f_id_spaces, h_precision, i_widths, j_refusal, k_heterogeneity
-from . import l_contract, p_properties
 
 __all__ = ["AXES", "Axis", "Check", "find_check"]
 

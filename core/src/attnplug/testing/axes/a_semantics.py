@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from ...modes import AttentionType, ForwardMode, MlaForm
 from ...spec import Feature, Kind
@@ -52,7 +53,11 @@ def _scores(plan: Plan, mode: ForwardMode) -> Iterable[Case]:
         yield plan.case("A", "sinks", mode, plan.layer(sinks=True))
     for scaling in (0.03, 0.4):
         yield plan.case("A", "scaling", mode, plan.layer(scaling=scaling))
-    pairs = [(Feature.SINKS, {"sinks": True}), (Feature.SOFTCAP, {"cap": 4.0}), (Feature.SLIDING_WINDOW, {"window": 6})]
+    pairs: list[tuple[Feature, dict[str, Any]]] = [
+        (Feature.SINKS, {"sinks": True}),
+        (Feature.SOFTCAP, {"cap": 4.0}),
+        (Feature.SLIDING_WINDOW, {"window": 6}),
+    ]
     for i, (one, first) in enumerate(pairs):
         for other, second in pairs[i + 1 :]:
             if plan.has(one, other):
@@ -106,14 +111,14 @@ def _uncached(plan: Plan) -> Iterable[Case]:
         yield plan.case("A", "block", ForwardMode.DLLM_EXTEND, queries=(8, 8, 8), prefix=(0, 8, 40))
 
 
-def mla_cases(plan: Plan, axis: str, check: str, **changes: object) -> Iterator[Case]:
+def mla_cases(plan: Plan, axis: str, check: str, **changes: Any) -> Iterator[Case]:
     """Yield every declared form of MLA in the modes that it serves."""
     latent, rope = choose(LATENTS, plan.spec.kv_lora_ranks)[0], choose(ROPES, plan.spec.rope_head_dims)[0]
-    shared = {"kind": Kind.MLA, "latent": latent, "rope": rope, "kv_heads": 4}
+    shared: dict[str, Any] = {"kind": Kind.MLA, "latent": latent, "rope": rope, "kv_heads": 4}
     # Expanded heads: the usual 128 + 64 and 128 where declared.
     width = 192 if 192 in plan.spec.head_dims else choose(HEAD_DIMS, plan.spec.head_dims)[0]
     value = 128 if 128 in plan.spec.v_head_dims else choose(HEAD_DIMS, plan.spec.v_head_dims)[0]
-    layer = LayerCase(heads=4, dim=width, v_dim=value, scaling=0.06, **shared)  # type: ignore[arg-type]
+    layer = LayerCase(heads=4, dim=width, v_dim=value, scaling=0.06, **shared)
     for form in MlaForm:
         if not plan.has(Feature(f"mla_{form.value}")):
             continue
@@ -123,8 +128,14 @@ def mla_cases(plan: Plan, axis: str, check: str, **changes: object) -> Iterator[
             if mode is ForwardMode.TARGET_VERIFY and not plan.has(Feature.CHAIN_VERIFY):
                 continue
             lse = form is MlaForm.CHUNKED_PREFIX and plan.has(Feature.LSE)
-            prefix = {"prefix": (3, 13, 40)} if form is MlaForm.CHUNKED_PREFIX else {}
-            fields = {"mla": form.value, "lse": lse, "save": form is not MlaForm.CHUNKED_PREFIX, **prefix, **changes}
+            prefix: dict[str, Any] = {"prefix": (3, 13, 40)} if form is MlaForm.CHUNKED_PREFIX else {}
+            fields: dict[str, Any] = {
+                "mla": form.value,
+                "lse": lse,
+                "save": form is not MlaForm.CHUNKED_PREFIX,
+                **prefix,
+                **changes,
+            }
             yield plan.case(axis, check, mode, layer, **fields)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ...modes import AttentionType, ForwardMode
@@ -23,6 +24,13 @@ SWITCHES: dict[str, tuple[Feature | None, dict[str, Any]]] = {
     "bidirectional": (Feature.BIDIRECTIONAL, {"attn": AttentionType.DECODER_BIDIRECTIONAL}),
 }
 """Name → the feature it needs, and what a layer has when it is on."""
+_OFF: dict[str, dict[str, Any]] = {
+    "window": {"window": -1},
+    "cap": {"cap": 0.0},
+    "sinks": {"sinks": False},
+    "scaling": {"scaling": 0.0},
+    "bidirectional": {"attn": AttentionType.DECODER},
+}
 
 
 def _cases(plan: Plan) -> Iterator[Case]:
@@ -53,11 +61,7 @@ def _switch(subject: Subject, case: Case) -> Outcome:
     bench = Bench(subject, case)
     step = bench.step()
     on = bench.prove(step)[0].out
-    off_layer = {"window": -1, "cap": 0.0, "sinks": False, "scaling": 0.0, "bidirectional": AttentionType.DECODER}
-    from dataclasses import replace
-
-    field = "attn" if case.arg == "bidirectional" else case.arg
-    plain = Bench(subject, case.with_layers([replace(case.layers[0], **{field: off_layer[case.arg]})]))
+    plain = Bench(subject, case.with_layers([replace(case.layers[0], **_OFF[case.arg])]))
     off = plain.prove()[0].out
     allowed = expect(bench.world, step, 0).allowed.out
     differs = ((on - off).double().abs().amax(dim=-1) > allowed).any(dim=1)

@@ -90,7 +90,7 @@ def batch_invariance(subject: Subject, case: Case) -> Outcome:
         return Outcome(served_by=bench.served_by)
     turned: tuple[Span, ...] = spans[::-1]
     backwards = bench.run(bench.step(spans=turned))[0].out
-    pieces = backwards.split([span.stop - span.start for span in turned])[::-1]
+    pieces = torch.split(backwards, [span.stop - span.start for span in turned])[::-1]
     _same(together, torch.cat(pieces), "requests in reverse order")
     return Outcome(served_by=bench.served_by)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ...modes import ForwardMode
 from ...spec import Feature, Kind
@@ -80,7 +81,7 @@ def _pairs(plan: Plan, mode: ForwardMode) -> Iterator[Case]:
             yield plan.case("H", "dtype_pair", mode, dtype=dtype, kv_dtype=kv_dtype)
 
 
-def _state_layers(plan: Plan) -> Iterator[dict[str, object]]:
+def _state_layers(plan: Plan) -> Iterator[dict[str, Any]]:
     yield {}
     if plan.has(Feature.SINKS):
         yield {"sinks": True}
@@ -99,7 +100,11 @@ def _alone(plan: Plan, mode: ForwardMode) -> Iterator[Case]:
     forms = plan.verify_forms()[:1] if mode.is_target_verify else ("",)
     for mask in forms:
         for dtype in plan.dtypes[:2]:
-            fields = {"dtype": dtype, "kv_dtype": "" if dtype in plan.spec.kv_dtypes else plan.kv_dtype, "mask": mask}
+            fields: dict[str, Any] = {
+                "dtype": dtype,
+                "kv_dtype": "" if dtype in plan.spec.kv_dtypes else plan.kv_dtype,
+                "mask": mask,
+            }
             yield plan.case("H", "batch_invariance", mode, **fields)
             if plan.has(Feature.SLIDING_WINDOW, Feature.SINKS) and mode is not ForwardMode.DLLM_EXTEND:
                 yield plan.case("H", "batch_invariance", mode, plan.layer(window=9, sinks=True), **fields)

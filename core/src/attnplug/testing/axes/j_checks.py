@@ -44,7 +44,8 @@ def refused(action: Callable[[], Any], world: World, asked: str, subject: Subjec
         if isinstance(error, Failure):
             raise
         raise Failure(
-            f"{asked} is not declared, and ended in {type(error).__name__}: {error}; must be a BackendRejected with reasons",
+            f"{asked} is not declared, and ended in {type(error).__name__}: {error}; must be a BackendRejected "
+            "with reasons",
             fault="fails instead of refusing",
         ) from error
     raise Failure(f"{asked} is not declared, and was served without an error", fault="serves what it does not declare")

@@ -24,7 +24,10 @@ BAD_BATCHES = ("batch_size", "num_tokens", "context", "device", "mirror")
 
 
 def _cases(plan: Plan) -> Iterator[Case]:
-    modes = [mode for mode in (ForwardMode.EXTEND, ForwardMode.DECODE) if mode in plan.modes] or list(plan.modes[:1])
+    usual = frozenset({ForwardMode.EXTEND, ForwardMode.DECODE})
+    modes = tuple(mode for mode in plan.modes if mode in usual) or plan.modes[:1]
+    if not modes:
+        return
     for kind in Kind:
         if kind not in plan.spec.kinds:
             yield _asking(plan, "kind", modes[0], f"kinds.{kind.value}")

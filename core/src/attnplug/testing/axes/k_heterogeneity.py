@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from ...modes import AttentionType, ForwardMode
 from ...spec import Feature
@@ -62,14 +64,12 @@ def _shapes(plan: Plan) -> Iterator[LayerCase]:
 
 
 def _also(layer: LayerCase, plan: Plan, mode: ForwardMode) -> LayerCase:
-    from dataclasses import replace
-
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     if plan.has(Feature.SLIDING_WINDOW) and mode is not ForwardMode.DLLM_EXTEND:
         changes["window"] = 5
     if plan.has(Feature.SINKS):
         changes["sinks"] = True
-    return replace(layer, **changes)  # type: ignore[arg-type]
+    return replace(layer, **changes)
 
 
 def _in_two_orders(subject: Subject, case: Case) -> Outcome:

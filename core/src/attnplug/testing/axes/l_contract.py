@@ -1,4 +1,4 @@
-"""Axis L: what a backend is, beside what it computes: pure to describe, honest in its answers, and alone in its state."""
+"""Axis L: what a backend is, beside what it computes: pure to describe, honest in its answers, alone in its state."""
 
 from __future__ import annotations
 
