@@ -28,6 +28,8 @@ from workspace import DISTRIBUTIONS, ROOT, tomllib
 
 EVALUATED = ("python", "console", "toml")
 FOR_PEOPLE = ("text", "mermaid")
+OTHERS_GROUPS = {"attnplug_transformers.families.v1"}
+"""Groups that only other people's distributions announce something in."""
 _EXIT = re.compile(r"\s+# exits with (\d+)$")
 _ELLIPSIS = "…"
 
@@ -76,7 +78,7 @@ def check_toml(example: Example) -> None:
     if named := re.match(r"# ([\w.-]+\.toml)\n", text):
         Path(named[1]).write_text(text, encoding="utf-8")
     if "project" in data or "build-system" in data:
-        groups = {group for dist in DISTRIBUTIONS for group in dist.entry_points}
+        groups = {group for dist in DISTRIBUTIONS for group in dist.entry_points} | OTHERS_GROUPS
         assert set(data.get("project", {}).get("entry-points", {})) <= groups
         return
     AttentionConfig.model_validate(data["tool"]["attnplug"] if "tool" in data else data)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -249,3 +251,13 @@ def test_two_distributions_that_announce_one_family_are_both_named(
     announce(monkeypatch, decoder_layers, decoder_layers)
     with pytest.raises(UnsupportedModel, match=r"acme-0 1\.0, acme-1 1\.0"):
         find_family("acme")
+
+
+def test_the_documents_table_has_every_family_and_its_model_types() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    table = {row[0]: sorted(re.findall("`([^`]+)`", row[1])) for row in rows}
+    registered: dict[str, list[str]] = {}
+    for model_type, family in families._REGISTRY.items():
+        registered.setdefault(family.name, []).append(model_type)
+    assert {name: table.get(name) for name in registered} == {name: sorted(t) for name, t in registered.items()}

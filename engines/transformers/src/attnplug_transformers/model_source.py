@@ -26,8 +26,10 @@ _GGUF_MAGIC = b"GGUF"
 class ModelSource(Protocol):
     """A model that was found and not loaded."""
 
-    label: str
-    """What the user called it, for messages."""
+    @property
+    def label(self) -> str:
+        """What the user called it, for messages."""
+        ...
 
     def config(self) -> PretrainedConfig:
         """Return its config, without weights."""
