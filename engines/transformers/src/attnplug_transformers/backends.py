@@ -14,14 +14,13 @@ from attnplug.assembly.env import BackendEnv
 from attnplug.backend import AttentionBackend
 from attnplug.config import AttentionConfig
 from attnplug.decision import Decision
-from attnplug.errors import ConfigError, UnsupportedModel
+from attnplug.errors import ConfigError
 from attnplug.kv.pools import KVPool
 from attnplug.kv.translator import KVIndexTranslator
 from attnplug.manager import BackendManager
 from attnplug.model_spec import ModelSpec
 from attnplug.modes import ForwardMode
 from attnplug.select import resolve
-from attnplug.spec import Kind
 
 from .adapters.base import Adapter, PoolSizes
 from .pages import RequestTable
@@ -34,8 +33,6 @@ __all__ = ["BackendFactory", "Selection", "Serving", "build_serving", "read_conf
 
 BackendFactory = Callable[[BackendEnv], AttentionBackend]
 """Builds the backend from its environment, in place of the configuration."""
-
-_SERVED = frozenset({Kind.SOFTMAX, Kind.MLA})
 
 ConfigSource = AttentionConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
@@ -90,12 +87,6 @@ def select(spec: ModelSpec, config: AttentionConfig, device: torch.device, facto
     Raises:
         AttnplugError: Nothing that was asked for fits; see ``attnplug.select.resolve``.
     """
-    foreign = spec.kinds - _SERVED
-    if foreign:
-        raise UnsupportedModel(
-            f"{spec.name} has {', '.join(sorted(kind.value for kind in foreign))} layers; allowed: softmax and mla",
-            remedy="serve a model whose layers are all of these kinds",
-        )
     attention = config.attention
     if factory is not None:
         size = 16 if attention.page_size == "auto" else attention.page_size

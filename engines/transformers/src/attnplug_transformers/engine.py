@@ -90,6 +90,7 @@ class Engine(RequestLoop):
         self.model = model
         self.device, self.dtype = model.device, model.dtype
         self.model_spec = model_spec_from_config(model.config, dtype=dtype_name(self.dtype))
+        adapter = find_adapter(model.config.model_type, self.model_spec)
         if selection is None:
             config = read_config(attention, page_size=page_size)
             selection = select(self.model_spec, config, self.device, backend_factory)
@@ -106,7 +107,6 @@ class Engine(RequestLoop):
             num_pages=num_pages,
             kv_cache_bytes=kv_cache_bytes,
         )
-        adapter = find_adapter(model.config.model_type)
         layers = adapter.make_layers(model, self.model_spec)
         model.train(False)
         serving = build_serving(
@@ -178,7 +178,9 @@ class Engine(RequestLoop):
         where = resolve_device(device)
         source = open_model(os.fspath(path_or_id))
         wanted = resolve_dtype(dtype, where, source.stored_dtype())
-        selection = select(source.model_spec(dtype_name(wanted)), config, where, backend_factory)
+        spec = source.model_spec(dtype_name(wanted))
+        find_adapter(source.config().model_type, spec)  # As select, it refuses before any weight is read.
+        selection = select(spec, config, where, backend_factory)
         loaded = source.load(dtype=wanted, device=where)
         return cls(
             loaded.model,

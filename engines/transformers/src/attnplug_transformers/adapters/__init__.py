@@ -5,21 +5,28 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from attnplug.admission import words
 from attnplug.errors import UnsupportedModel
 
 from ..families import DECODER, find_family
 
 if TYPE_CHECKING:
+    from attnplug.model_spec import ModelSpec
+
     from .base import Adapter
 
 __all__ = ["find_adapter"]
 
 
-def find_adapter(model_type: str) -> Adapter:
+def find_adapter(model_type: str, spec: ModelSpec) -> Adapter:
     """Return the adapter of an architecture; without a family it is that of decoders.
 
+    Args:
+        model_type: The config's.
+        spec: What was read of it.
+
     Raises:
-        UnsupportedModel: The family's adapter cannot be imported, or is none.
+        UnsupportedModel: The family's adapter cannot be imported, is none, or does not serve the kinds of the layers.
     """
     from .base import Adapter
 
@@ -40,5 +47,11 @@ def find_adapter(model_type: str) -> Adapter:
         raise UnsupportedModel(
             f"adapter {reference!r}{owner} is {made!r}; allowed: an attnplug_transformers.adapters.base.Adapter",
             remedy="derive it from Adapter",
+        )
+    foreign = spec.kinds - made.kinds
+    if foreign:
+        raise UnsupportedModel(
+            f"{spec.name} has {words(foreign)} layers; adapter {reference!r}{owner} serves {words(made.kinds)}",
+            remedy="name an adapter in its family that serves them (see docs/models.md)",
         )
     return made

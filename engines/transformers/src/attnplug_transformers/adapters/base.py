@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from attnplug.batch import ForwardBatch
 from attnplug.kv.pools import KVPool
 from attnplug.layer import AttentionLayer
 from attnplug.model_spec import ModelSpec
+from attnplug.spec import Kind
 
 from ..sites import make_layers
 
@@ -70,6 +71,9 @@ class Adapter(ABC):
     A family names its adapter (``Family.adapter``), so a third party adds one by an entry point of
     ``attnplug_transformers.families.v1`` whose ``Family`` names it.
     """
+
+    kinds: ClassVar[frozenset[Kind]]
+    """The kinds of layers that are bridged; a model with others is refused before its weights load."""
 
     @abstractmethod
     def make_pool(self, spec: ModelSpec, sizes: PoolSizes) -> KVPool:

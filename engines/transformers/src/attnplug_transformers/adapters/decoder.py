@@ -13,6 +13,7 @@ from attnplug.errors import UnsupportedModel
 from attnplug.kv.pools import KVPool, MHAKVPool
 from attnplug.layer import AttentionLayer
 from attnplug.model_spec import ModelSpec
+from attnplug.spec import Kind
 
 from ..attention import AttentionStep, ModelLoan, attention_step
 from .base import Adapter, Bridge, PoolSizes
@@ -83,6 +84,8 @@ class InterfaceBridge(Bridge):
 
 class DecoderAdapter(Adapter):
     """Grouped softmax attention over one pool of keys and values."""
+
+    kinds = frozenset({Kind.SOFTMAX})
 
     def make_pool(self, spec: ModelSpec, sizes: PoolSizes) -> KVPool:
         return MHAKVPool(

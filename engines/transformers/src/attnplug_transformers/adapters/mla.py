@@ -23,6 +23,7 @@ from attnplug.layer import AttentionLayer
 from attnplug.merge import AttentionState, merge_state
 from attnplug.model_spec import ModelSpec
 from attnplug.modes import ForwardMode, MlaForm
+from attnplug.spec import Kind
 
 from .base import Adapter, Bridge, PoolSizes
 from .decoder import InterfaceBridge
@@ -148,6 +149,8 @@ class LatentBridge(InterfaceBridge):
 class MlaAdapter(Adapter):
     """Decoders whose every layer is MLA, over one pool of latent rows."""
 
+    kinds = frozenset({Kind.MLA})
+
     def make_pool(self, spec: ModelSpec, sizes: PoolSizes) -> KVPool:
         return MLAKVPool(
             spec.layers,
@@ -190,7 +193,8 @@ def _faults(module: nn.Module, layer: AttentionLayer) -> Iterator[str]:
         yield f"{at}: {name} has no method expand_kv(latent, rotated_key)"
     projection: Any = getattr(module, "kv_b_proj", None)
     if type(projection) is not nn.Linear or getattr(projection, "bias", None) is not None:
-        yield f"{at}: {name}.kv_b_proj is {projection!r}; allowed: an nn.Linear without a bias"
+        bias = " with a bias" if getattr(projection, "bias", None) is not None else ""
+        yield f"{at}: {name}.kv_b_proj is a {type(projection).__name__}{bias}; allowed: an nn.Linear without one"
         return
     rows = layer.num_heads * (layer.head_dim - layer.qk_rope_head_dim + layer.v_head_dim)
     if tuple(projection.weight.shape) != (rows, layer.kv_lora_rank):
