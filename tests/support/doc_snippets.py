@@ -78,8 +78,11 @@ def check_toml(example: Example) -> None:
     if named := re.match(r"# ([\w.-]+\.toml)\n", text):
         Path(named[1]).write_text(text, encoding="utf-8")
     if "project" in data or "build-system" in data:
-        groups = {group for dist in DISTRIBUTIONS for group in dist.entry_points} | OTHERS_GROUPS
-        assert set(data.get("project", {}).get("entry-points", {})) <= groups
+        sources = [path for dist in DISTRIBUTIONS for path in dist.source.rglob("*.py")]
+        announced = {group for dist in DISTRIBUTIONS for group in dist.entry_points}
+        for group in set(data.get("project", {}).get("entry-points", {})) - announced:
+            readers = [path for path in sources if group in path.read_text(encoding="utf-8")]
+            assert readers, f"nothing reads the group {group}"
         return
     AttentionConfig.model_validate(data["tool"]["attnplug"] if "tool" in data else data)
 
