@@ -85,6 +85,7 @@ class World:
     deterministic: bool = False
     options: TorchNativeOptions = field(default_factory=TorchNativeOptions)
     poison: float = float("nan")
+    max_context: int = 1 << 20
 
     def __post_init__(self) -> None:
         g = torch.Generator().manual_seed(self.seed)
@@ -210,8 +211,8 @@ class World:
             req_to_token=full,
             kv_pool=self.pool,
             translator=self.translator,
-            model_spec=ModelSpec(name="test", layers=(layer,), dtype="float64", max_context_len=1 << 20),
-            limits=Limits(max_batch_size=512, max_num_tokens=1 << 16, max_context_len=1 << 20),
+            model_spec=ModelSpec(name="test", layers=(layer,), dtype="float64", max_context_len=self.max_context),
+            limits=Limits(max_batch_size=512, max_num_tokens=1 << 16, max_context_len=self.max_context),
             deterministic=self.deterministic,
         )
         self.backend = TorchNativeBackend(self.env, self.options)

@@ -33,7 +33,7 @@ def depths() -> Tensor:
 def make_mask(mode: TreeMaskMode, lens: tuple[int, ...], *, hide: int = -1) -> VerifyMask:
     """Return a mask filled for cached lengths; ``hide`` hides one cached position, where the layout can."""
     mask = VerifyMask.allocate(
-        mode, max_bs=len(lens) + 2, draft_token_num=W, max_context_len=500, device=torch.device("cpu")
+        mode, max_bs=len(lens) + 4, draft_token_num=W, max_context_len=500, device=torch.device("cpu")
     )
     parts = []
     for n in lens:
@@ -48,11 +48,13 @@ def make_mask(mode: TreeMaskMode, lens: tuple[int, ...], *, hide: int = -1) -> V
     return mask
 
 
-def tree_world(mode: TreeMaskMode, *, window: int = -1, hide: int = -1, **kw: object) -> tuple[World, list[Tensor]]:
+def tree_world(
+    mode: TreeMaskMode, *, window: int = -1, hide: int = -1, max_context: int = 1 << 20, **kw: object
+) -> tuple[World, list[Tensor]]:
     cached = tuple(n - W for n in LENS)
     info = SpecInfo(W, make_mask(mode, cached, hide=hide))
     spec = layer(sliding_window_size=window, **kw)
-    world = World(spec, LENS, (W,) * len(LENS), ForwardMode.TARGET_VERIFY, spec_info=info)
+    world = World(spec, LENS, (W,) * len(LENS), ForwardMode.TARGET_VERIFY, spec_info=info, max_context=max_context)
     positions = torch.cat([n + depths() for n in cached])
     world.batch = world.batch.replace(positions=positions)
     visible = []

@@ -10,6 +10,7 @@ from attnplug.attention_io import AttentionExtras, AttentionOutput
 from attnplug.backend import AttentionBackend
 from attnplug.batch import ForwardBatch
 from attnplug.errors import ContractViolation
+from attnplug.graphs.metadata_buffers import GraphBufferSets
 from attnplug.kv.write_loc import KVWriteLoc
 from attnplug.layer import AttentionLayer, output_dtype
 from attnplug.model_spec import LayerSpec
@@ -22,6 +23,7 @@ from .kernels.softmax import Scores
 from .kernels.tile import attend_apart, attend_tile
 from .metadata import ReadKey, StepMetadata, Tile, select_rows
 from .options import TorchNativeOptions
+from .padded import PaddedRead, buffer_specs, fixed_tiles
 from .planner import plan_chunk, plan_pool, plan_rows, start_step
 from .sources import PoolSource, RowSource, Source
 from .spec import SPEC
@@ -50,6 +52,7 @@ class TorchNativeBackend(AttentionBackend):
         # Fused CUDA kernels split keys by how full the device is: their sums change in the last bit.
         self._unfused = env.deterministic and env.device.type != "cpu"
         self._pool_layers = tuple(x for x in env.model_spec.layers if x.kind in SPEC.kinds and x.reads_pool)
+        self._buffers, self._columns = GraphBufferSets(env.device), dict[ReadKey, int]()
         self.kv_index_translator = env.translator
 
     # Metadata
@@ -64,7 +67,31 @@ class TorchNativeBackend(AttentionBackend):
             tree = TreeCells.of(batch, key.window) if key.causal else None
             if tree is not None:
                 step.trees.append(tree)
-            step.tiles[key] = plan_pool(batch, step, key, self.env.kv_pool, translator, tree, self._options)
+            if batch.uses_graph_buffers:
+                read, most = PaddedRead.of(batch, key, translator, tree), self._options.max_gather_tokens
+                step.tiles[key] = fixed_tiles(read, batch, self._columns[key], self._buffers.of(batch, key), most)
+            else:
+                step.tiles[key] = plan_pool(batch, step, key, self.env.kv_pool, translator, tree, self._options)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Reserve slots, lengths and masks for every way of reading, over the longest context."""
+        longest, width = self.env.limits.max_context_len, -(-max_num_tokens // max_bs)
+        for layer in self._pool_layers:
+            crossing = layer.is_cross_attention
+            space = KVSpace.ENCODER if crossing else self.env.kv_pool.space_of(layer.layer_id)
+            key = ReadKey(space, layer.sliding_window_size, is_causal(layer, ForwardMode.DECODE))
+            if key not in self._columns:
+                n = min(longest, key.window + width) if key.window >= 0 and not crossing else longest
+                self._columns[key] = n
+                self._buffers.reserve([key], buffer_specs(max_bs, max_num_tokens, n), owner=self.name)
+
+    def metadata_capture_refusal(self, mode: ForwardMode) -> str:
+        """Decode is planned on the device alone; a verify mask's first row and all other lengths are the host's."""
+        if mode.is_decode:
+            return ""
+        if mode.is_target_verify:
+            return f"{self.name} reads the verify mask from a row that the host names"
+        return f"{self.name} shapes {mode.value} by host lengths"
 
     def shared_read_ends(self, mode: ForwardMode) -> SharedReadEnds:
         """Slots, lengths and tree masks are copied when metadata is made; a forward reads pool and rows only."""
@@ -112,7 +139,7 @@ class TorchNativeBackend(AttentionBackend):
                 self.env.kv_pool.set_kv_buffer(layer, KVWriteLoc.for_layer(batch, layer), k, v)
             else:
                 new = (k, v)
-        source = self._pool_source(layer, new)
+        source = self._pool_source(layer, batch, new)
         return self._attend(q, source, self._pool_tiles(layer, batch), layer, extras, dtype)
 
     def _mla(
@@ -137,7 +164,7 @@ class TorchNativeBackend(AttentionBackend):
             assert extras.q_nope is not None
             assert extras.q_rope is not None
             query = torch.cat([extras.q_nope, extras.q_rope], -1)
-            source = self._pool_source(layer, None if rows is None else (rows, rows))
+            source = self._pool_source(layer, batch, None if rows is None else (rows, rows))
             dtype = output_dtype(extras.q_nope, None)
             return self._attend(query, source, self._pool_tiles(layer, batch), layer, extras, dtype)
         if extras.mla_form is MlaForm.ONE_SHOT:
@@ -183,7 +210,8 @@ class TorchNativeBackend(AttentionBackend):
                 tile.visibility,
                 tile.mask,
                 scores,
-                explicit=not plain or tile.may_see_nothing,
+                explicit=not plain,
+                may_see_nothing=tile.may_see_nothing,
                 return_lse=extras.return_lse,
                 max_cells=self._options.max_score_cells,
             )
@@ -229,7 +257,7 @@ class TorchNativeBackend(AttentionBackend):
             tiles = step.tiles[key] = plan_rows(step, key)
         return tiles
 
-    def _pool_source(self, layer: AttentionLayer, new: tuple[Tensor, Tensor] | None) -> PoolSource:
+    def _pool_source(self, layer: AttentionLayer, batch: ForwardBatch, new: tuple[Tensor, Tensor] | None) -> PoolSource:
         pool = self.env.kv_pool
         keys, values = pool.get_kv_buffer(layer.layer_id)
         mla = layer.kind is Kind.MLA
@@ -238,7 +266,8 @@ class TorchNativeBackend(AttentionBackend):
             values,
             head_major=pool.layout == "HND",
             page_size=pool.page_size,
-            workspace=self._workspace,
+            # A kept buffer may move when a longer step comes; a graph's temporaries are the graph's.
+            workspace=None if batch.uses_graph_buffers else self._workspace,
             latent_width=layer.kv_lora_rank if mla else 0,
             new=new,
             scales=(layer.k_scale, layer.k_scale if mla else layer.v_scale),

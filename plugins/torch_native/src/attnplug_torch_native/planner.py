@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnplug.batch import ForwardBatch
+from attnplug.graphs.metadata_buffers import FreshBuffers
 from attnplug.kv.pools import KVPool
 from attnplug.kv.translator import KVIndexTranslator
 from attnplug.modes import KVSpace
@@ -16,18 +17,17 @@ from .kernels.mask import Visibility
 from .lanes import Lane, find_runs, group_lanes, query_rows
 from .metadata import ReadKey, StepMetadata, Tile
 from .options import TorchNativeOptions
+from .padded import SMALL_MASK, PaddedRead, read_range
 from .tree import TreeCells
-
-SMALL_MASK = 1 << 20
-"""Cells up to which a tile's mask is made once a step; a larger one is made block by block, in each layer."""
 
 
 def start_step(batch: ForwardBatch) -> StepMetadata:
-    """Return a step without tiles: the queries of each request that is not padding."""
+    """Return a step without tiles: the queries of each request that is not padding; of each, where a graph is made."""
     lens = batch.query_lens_cpu
-    real = batch.batch_size - batch.num_padding
+    # What is padding in a capture may be a request in a replay.
+    padding = 0 if batch.uses_graph_buffers else batch.num_padding
     starts = tuple(accumulate(lens, initial=0))[: batch.batch_size]
-    return StepMetadata(lens[:real] + (0,) * batch.num_padding, starts)
+    return StepMetadata(lens[: batch.batch_size - padding] + (0,) * padding, starts)
 
 
 def plan_pool(
@@ -53,8 +53,7 @@ def plan_pool(
         table = translator.read_source(batch.kv_loc_plan, space)
         lens_cpu = (table.ids.shape[1] * table.entry_page_size,) * batch.batch_size
     crossing = space is KVSpace.ENCODER
-    start = torch.zeros_like(batch.seq_lens) if crossing else batch.kv_start_idx(key.window)
-    lens = batch.kv_lens(space) - start
+    start, lens = read_range(batch, key)
     lanes: list[Lane] = []
     packed = 0
     for b, (total, t) in enumerate(zip(lens_cpu, batch.query_lens_cpu, strict=True)):
@@ -67,13 +66,15 @@ def plan_pool(
             row = step.query_starts_cpu[b]
             lanes.append(Lane(b, row, t, n, total - t - first, first, packed))
         packed += n
+    if not exact:
+        read = PaddedRead.of(batch, key, translator, tree)
+        fresh = FreshBuffers(device)
+        return tuple(read.tile(lane.index, 1, lane.row, lane.t, lane.columns, fresh) for lane in lanes)
     indptr = torch.empty(batch.batch_size + 1, dtype=torch.int32, device=device)
     slots = torch.empty(packed, dtype=torch.int64, device=device)
     translator.pack_read_stream(
         batch.kv_loc_plan, seq_lens=lens, indptr=indptr, out=slots, kv_start_idx=start, kind=space
     )
-    if not exact:
-        return _bounded_tiles(lanes, key, slots, indptr, lens, batch, tree, start)
     return _exact_tiles(lanes, key, slots, pool, device, tree, options)
 
 
@@ -145,37 +146,11 @@ def _gathered_tile(
     return Tile(rows, len(group), one.t, n, rule, slots=mine, mask=mask, may_see_nothing=tree is not None)
 
 
-def _bounded_tiles(
-    lanes: list[Lane],
-    key: ReadKey,
-    slots: Tensor,
-    indptr: Tensor,
-    lens: Tensor,
-    batch: ForwardBatch,
-    tree: TreeCells | None,
-    start: Tensor,
-) -> tuple[Tile, ...]:
-    """Return a tile a request, of the host's upper bound, masked by the device's lengths: no synchronisation."""
-    tiles = []
-    shifts = batch.kv_lens() - batch.query_lens() - start
-    for lane in lanes:
-        b, n = lane.index, lane.columns
-        mine = lens[b : b + 1]
-        column = torch.arange(n, device=batch.device)
-        packed = (indptr[b].to(torch.int64) + column).clamp_max(slots.numel() - 1)
-        # Slot 0 is the sink's, always in range; what it holds is cleared after the gather.
-        where = torch.where(column < mine, slots[packed], torch.zeros_like(packed))
-        rule = Visibility(key.causal, key.window, shifts[b : b + 1], mine)
-        mask = _small_mask(rule, [lane], tree, batch.device)
-        rows = slice(lane.row, lane.row + lane.t)
-        tiles.append(Tile(rows, 1, lane.t, n, rule, slots=where, mask=mask, may_see_nothing=True))
-    return tuple(tiles)
-
-
 def _small_mask(rule: Visibility, group: list[Lane], tree: TreeCells | None, device: torch.device) -> Tensor | None:
     one = group[0]
     if tree is not None:
-        return tree.mask(group)
+        lanes = torch.tensor([lane.index for lane in group], dtype=torch.int64).to(device, non_blocking=True)
+        return tree.mask(lanes, one.columns)
     if len(group) * one.t * one.columns > SMALL_MASK:
         return None
     return rule.mask((0, one.t), (0, one.columns), device)

@@ -58,7 +58,7 @@ class PoolSource:
         v: Value buffer likewise.
         head_major: Whether the layout is HND.
         page_size: Slots a page.
-        workspace: Holds what is gathered.
+        workspace: Holds what is gathered; None in a graph.
         latent_width: MLA: the values are so many first columns of the keys, which are then read once.
         new: This step's own (keys, values), [T, Hk, …], where they are not in the pool and shall not be.
         scales: What ``new`` is divided by, as the pool would do.
@@ -71,7 +71,7 @@ class PoolSource:
         *,
         head_major: bool,
         page_size: int,
-        workspace: Workspace,
+        workspace: Workspace | None,
         latent_width: int = 0,
         new: tuple[Tensor, Tensor] | None = None,
         scales: tuple[float, float] = (1.0, 1.0),
@@ -91,8 +91,7 @@ class PoolSource:
             found = view_run(buffer, tile.run, tile.n)
             if self._new is not None:
                 # The pool's own rows are not ours to change.
-                kept = self._workspace.take(name, tuple(found.shape), found.dtype)
-                found = kept.copy_(found)
+                found = found.clone()
         elif tile.pages is not None:
             paged = gather_pages(buffer, tile.pages, tile.count, self._page_size, self._workspace, name)
             found = paged[:, tile.page_offset : tile.page_offset + tile.n]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor
 
 from attnplug.batch import ForwardBatch
 from attnplug.masks.verify import TreeMaskMode, VerifyMask
-
-from .lanes import Lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +25,8 @@ class TreeCells:
     positions: Tensor
     """[B, W] int64, device: position of each draft, which siblings share."""
     window: int
-    _made: list[tuple[tuple[Lane, ...], Tensor]] = field(default_factory=list)
-    """Masks that were read from the buffer, for ``refresh``."""
+    _made: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
+    """Requests, columns and masks that were read from the buffer, for ``refresh``."""
 
     @classmethod
     def of(cls, batch: ForwardBatch, window: int) -> TreeCells | None:
@@ -38,28 +35,38 @@ class TreeCells:
         if not batch.forward_mode.is_target_verify or info is None or info.mask is None:
             return None
         lens = batch.seq_lens if info.mask_seq_lens is None else info.mask_seq_lens
-        base = info.mask.indptr(lens)[info.mask_row : info.mask_row + batch.batch_size]
+        ends = info.mask.indptr(lens)
+        # Requests of padding stand behind the batch that the mask was filled for: any cells do for them.
+        rows = torch.arange(info.mask_row, info.mask_row + batch.batch_size, device=ends.device)
+        base = ends[rows.clamp_max(ends.numel() - 1)]
         positions = batch.positions.view(batch.batch_size, info.draft_token_num)
         return cls(info.mask, base, batch.seq_lens, batch.kv_start_idx(window), positions, window)
 
-    def mask(self, group: Sequence[Lane]) -> Tensor:
-        """Return [count, W, n] bool for some requests: the tree decides, and the window by the drafts' positions."""
-        cells = self._read(group)
-        self._made.append((tuple(group), cells))
+    def mask(self, requests: Tensor, n: int, out: Tensor | None = None) -> Tensor:
+        """Return the masks of some requests; the tree decides, and the window by the drafts' positions.
+
+        Args:
+            requests: Their places in the batch, [count] int64, device.
+            n: Key columns.
+            out: [count, W, n] bool, device: overwritten, now and at a refresh; a new tensor where it is None.
+        """
+        cells = self._read(requests, n)
+        if out is not None:
+            cells = out.copy_(cells)
+        self._made.append((requests, n, cells))
         return cells
 
     def refresh(self) -> None:
         """Read the buffer again into the masks that were made: drafting has filled it since."""
-        for group, cells in self._made:
-            cells.copy_(self._read(group))
+        for requests, n, cells in self._made:
+            cells.copy_(self._read(requests, n))
 
-    def _read(self, group: Sequence[Lane]) -> Tensor:
-        one, device = group[0], self.base.device
-        lanes = torch.tensor([lane.index for lane in group], dtype=torch.int64).to(device, non_blocking=True)
+    def _read(self, lanes: Tensor, n: int) -> Tensor:
+        device = self.base.device
         prefix, start = self.prefix[lanes][:, None, None], self.start[lanes][:, None, None]
         positions = self.positions[lanes]
         width = positions.shape[1]
-        column = torch.arange(one.columns, device=device) + start  # [count, 1, n]: place in the request
+        column = torch.arange(n, device=device) + start  # [count, 1, n]: place in the request
         draft = column - prefix
         inside = draft < width
         query = torch.arange(width, device=device)[None, :, None]

@@ -49,8 +49,10 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
-    """Attend by ``scaled_dot_product_attention``. No cap, no sinks, no LSE; every query sees at least one key.
+def attend_fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores, *, may_see_nothing: bool = False
+) -> Tensor:
+    """Attend by ``scaled_dot_product_attention``: no cap, no sinks, no LSE.
 
     Args:
         q: [N, Hk, M, D].
@@ -58,6 +60,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: S
         v: [N, Hk, n, Dv] likewise.
         mask: [N or 1, 1, M, n] bool, True where visible; None: all.
         scores: Its scale and v_scale are used.
+        may_see_nothing: Whether the mask may leave a query without a key, whose row is then made zeros.
 
     Returns:
         [N, Hk, M, Dv] in q's dtype.
@@ -73,6 +76,8 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: S
         q = q.expand(-1, -1, 2, -1)
         mask = None if mask is None else mask.expand(-1, -1, 2, -1)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale)[:, :, :m, :dv]
+    if may_see_nothing and mask is not None:
+        out = out.masked_fill(~mask[:, :, :m].any(-1, keepdim=True), 0.0)
     return out if scores.v_scale == 1.0 else out * scores.v_scale
 
 

@@ -21,6 +21,7 @@ def attend_apart(
     scores: Scores,
     *,
     explicit: bool,
+    may_see_nothing: bool,
     return_lse: bool,
     max_cells: int,
 ) -> TileState:
@@ -41,6 +42,7 @@ def attend_apart(
                 cells,
                 scores,
                 explicit=explicit,
+                may_see_nothing=may_see_nothing,
                 return_lse=return_lse,
                 max_cells=max_cells,
             )
@@ -58,6 +60,7 @@ def attend_tile(
     scores: Scores,
     *,
     explicit: bool,
+    may_see_nothing: bool,
     return_lse: bool,
     max_cells: int,
 ) -> TileState:
@@ -74,6 +77,7 @@ def attend_tile(
         mask: [N or 1, t, n] bool in its place, or None.
         scores: Scale, cap, sinks.
         explicit: Write the softmax out instead of calling the fused kernel.
+        may_see_nothing: Whether a query may be left without a key.
         return_lse: Give the LSE, and leave sinks out.
         max_cells: Most scores, or mask cells, of one request in one call.
 
@@ -101,7 +105,7 @@ def attend_tile(
         if explicit:
             out, lse = attend_explicit(rows, part_k, part_v, cells, scores, return_lse=return_lse)
         else:
-            out, lse = attend_fused(rows, part_k, part_v, cells, scores), None
+            out, lse = attend_fused(rows, part_k, part_v, cells, scores, may_see_nothing=may_see_nothing), None
         outs.append(out.reshape(n_req, hk, hi - lo, group, dv).permute(0, 2, 1, 3, 4).reshape(n_req, hi - lo, hq, dv))
         if lse is not None:
             lses.append(lse.reshape(n_req, hk, hi - lo, group).permute(0, 2, 1, 3).reshape(n_req, hi - lo, hq))
