@@ -12,9 +12,7 @@ from attnplug_transformers import Engine
 # Test modules import their helpers by name; pytest's importlib mode adds no folder by itself.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from mla_world import Case, make_case
-
-NATIVE = {"attention": {"prefill": "torch_native", "decode": "torch_native"}}
+from mla_world import NATIVE, Case, make_case
 
 
 @pytest.fixture(params=["v2", "v3-yarn"])

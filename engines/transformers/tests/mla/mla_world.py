@@ -15,6 +15,7 @@ from attnplug.modes import ForwardMode, MlaForm
 from attnplug.spec import Feature
 from attnplug_torch_native.backend import TorchNativeBackend
 
+NATIVE = {"attention": {"prefill": "torch_native", "decode": "torch_native"}}
 NEW_TOKENS = 14
 FORMS = frozenset({Feature.MLA_ABSORBED, Feature.MLA_ONE_SHOT, Feature.MLA_CHUNKED_PREFIX})
 

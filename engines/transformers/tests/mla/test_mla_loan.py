@@ -96,7 +96,7 @@ def test_a_projection_that_is_not_plain_is_refused(serve):
     oracle = make_oracle(make_config("v2"))
     module = attention(oracle, 2)
     module.kv_b_proj = nn.Sequential(module.kv_b_proj)
-    with pytest.raises(UnsupportedModel, match="layer 2: .* is a Sequential; allowed: an nn.Linear"):
+    with pytest.raises(UnsupportedModel, match=r"layer 2: .* is a Sequential; allowed: an nn\.Linear"):
         serve(oracle.model)
 
 

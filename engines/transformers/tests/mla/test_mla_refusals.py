@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from mla_world import FORMS, Recorder, make_config
+from mla_world import FORMS, NATIVE, Recorder, make_config
 
 import attnplug_torch_native.spec as native
 from attnplug.errors import BackendRejected, UnsupportedModel
@@ -13,8 +13,6 @@ from attnplug.spec import Feature, Kind
 from attnplug.wrappers.hybrid import HybridAttnBackend
 from attnplug_transformers import Engine
 from attnplug_transformers.model_spec import model_spec_from_config
-
-NATIVE = {"attention": {"prefill": "torch_native", "decode": "torch_native"}}
 
 
 @pytest.fixture

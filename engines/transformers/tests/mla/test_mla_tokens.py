@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from mla_world import FORMS, MODELS, NEW_TOKENS, Recorder, tokens_of
+from mla_world import FORMS, MODELS, NATIVE, NEW_TOKENS, Recorder, tokens_of
 
 from attnplug.modes import ForwardMode, MlaForm
 from attnplug.spec import Feature
 from attnplug.wrappers.hybrid import HybridAttnBackend
+from attnplug_transformers import Engine
 
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
 ABSORBED, ONE_SHOT, CHUNKED = MlaForm.ABSORBED, MlaForm.ONE_SHOT, MlaForm.CHUNKED_PREFIX
@@ -19,6 +20,13 @@ def test_each_architecture_gives_transformers_tokens(case, serve, name):
     assert len({token for tokens in one.expected for token in tokens}) > 20, "tokens that say nothing prove nothing"
     engine = serve(one.oracle.model, page_size=16, max_num_tokens=48)
     assert tokens_of(engine.generate(one.prompts, NEW_TOKENS)) == one.expected
+
+
+def test_a_saved_checkpoint_is_loaded_and_served(v3, tmp_path):
+    v3.oracle.copy.save_pretrained(tmp_path)
+    with Engine.from_pretrained(tmp_path, attention=NATIVE, device="cpu", kv_cache_bytes=16 << 20) as engine:
+        assert tokens_of(engine.generate(v3.prompts[:4], NEW_TOKENS)) == v3.expected[:4]
+        assert engine.decision.decode == "torch_native"
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

@@ -56,10 +56,11 @@ class LatentBridge(InterfaceBridge):
         max_chunk_tokens: int,
     ) -> None:
         super().__init__(model, layers)
-        first = next(iter(layers.values())).layer_id
-        prefill = serving.backend.unwrap(first, ForwardMode.EXTEND).spec
-        decode = serving.backend.unwrap(first, ForwardMode.DECODE).spec
-        self._forms = LatentForms(prefill, decode)
+        ids = [layer.layer_id for layer in layers.values()]
+        self._forms = LatentForms(
+            {serving.backend.unwrap(one, ForwardMode.EXTEND).spec for one in ids},
+            {serving.backend.unwrap(one, ForwardMode.DECODE).spec for one in ids},
+        )
         self.mixes = not self._forms.expands_prompts
         self._pool, self._translator, self._max_chunk_tokens = serving.pool, serving.translator, max_chunk_tokens
         self._plan = LatentPlan(MlaForm.ABSORBED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -47,25 +48,28 @@ class LatentForms:
     both is absorbed where it can be.
 
     Args:
-        prefill: What serves prompt rows.
+        prefill: What serves prompt rows, each backend that does.
         decode: What serves decode rows.
 
     Raises:
-        BackendRejected: A form that some step needs is declared by neither.
+        BackendRejected: A form that some step needs is not declared.
     """
 
-    def __init__(self, prefill: BackendSpec, decode: BackendSpec) -> None:
-        has = prefill.features
-        self._absorbs = Feature.MLA_ABSORBED in has
-        self._one_shot = Feature.MLA_ONE_SHOT in has
-        self._prefixes = self._one_shot and {Feature.MLA_CHUNKED_PREFIX, Feature.LSE} <= has
+    def __init__(self, prefill: Iterable[BackendSpec], decode: Iterable[BackendSpec]) -> None:
         reasons: dict[str, list[Reason]] = {}
-        if not (self._absorbs or self._prefixes):
-            asked = "mla_absorbed, or mla_one_shot with mla_chunked_prefix and lse (prefill)"
-            reasons.setdefault(prefill.name, []).append(Reason("mla_forms", asked, words(has)))
-        if Feature.MLA_ABSORBED not in decode.features:
-            asked = "mla_absorbed (decode)"
-            reasons.setdefault(decode.name, []).append(Reason("mla_forms", asked, words(decode.features)))
+        self._absorbs = self._one_shot = self._prefixes = True
+        for spec in prefill:
+            absorbs, one_shot = Feature.MLA_ABSORBED in spec.features, Feature.MLA_ONE_SHOT in spec.features
+            prefixes = one_shot and {Feature.MLA_CHUNKED_PREFIX, Feature.LSE} <= spec.features
+            self._absorbs, self._one_shot = self._absorbs and absorbs, self._one_shot and one_shot
+            self._prefixes = self._prefixes and prefixes
+            if not (absorbs or prefixes):
+                asked = "mla_absorbed, or mla_one_shot with mla_chunked_prefix and lse (prefill)"
+                reasons.setdefault(spec.name, []).append(Reason("mla_forms", asked, words(spec.features)))
+        for spec in decode:
+            if Feature.MLA_ABSORBED not in spec.features:
+                asked = "mla_absorbed (decode)"
+                reasons.setdefault(spec.name, []).append(Reason("mla_forms", asked, words(spec.features)))
         if reasons:
             raise BackendRejected(
                 "no backend declares the forms that latent attention needs",
