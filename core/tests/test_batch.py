@@ -167,3 +167,21 @@ def test_padding_of_a_verify_step_without_requests_has_the_draft_width() -> None
     )
     padded = one.slice(0, 0).pad(3, seq_len_fill=1)
     assert (padded.batch_size, padded.num_padding, padded.num_tokens) == (3, 3, 6)
+
+
+def test_padding_a_verify_batch_pads_every_part_of_its_drafts() -> None:
+    info = SpecInfo(
+        4,
+        mask_row=1,
+        mask_seq_lens=torch.tensor([9, 3, 5]),
+        parents=torch.zeros(2, 4, dtype=torch.int64),
+        accept_lens=torch.ones(2, dtype=torch.int32),
+    )
+    padded = verify_batch([3, 5], 4).replace(spec_info=info).pad(4, seq_len_fill=1).spec_info
+    assert padded is not None
+    assert padded.mask_seq_lens is not None
+    assert padded.mask_seq_lens.tolist() == [9, 3, 5, 1, 1]
+    assert padded.parents is not None
+    assert padded.parents[2:].tolist() == [[-1, 0, 1, 2]] * 2
+    assert padded.accept_lens is not None
+    assert padded.accept_lens.tolist() == [1, 1, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from .batch import ForwardBatch
 from .errors import BatchError
 from .modes import KVSpace
+from .spec_info import SpecInfo
 
 
 def _starts(lens: tuple[int, ...]) -> list[int]:
@@ -126,22 +128,24 @@ def pad_batch(batch: ForwardBatch, batch_size: int, *, seq_len_fill: int, sink_s
         encoder_lens=grow_opt(batch.encoder_lens, 0),
         encoder_lens_cpu=grow_host(batch.encoder_lens_cpu, 0),
         encoder_new_lens_cpu=grow_host(batch.encoder_new_lens_cpu, 0),
-        spec_info=_pad_spec_info(batch, extra),
+        spec_info=_pad_spec_info(batch, extra, fill),
         kv_loc_plan=plan,
         state=state,
     )
 
 
-def _pad_spec_info(batch: ForwardBatch, extra: int) -> object:
+def _pad_spec_info(batch: ForwardBatch, extra: int, seq_len_fill: int) -> SpecInfo | None:
     info = batch.spec_info
-    if info is None or info.parents is None:
-        return info
-    row = torch.arange(-1, info.draft_token_num - 1, dtype=info.parents.dtype, device=info.parents.device)
-    return type(info)(
-        info.draft_token_num,
-        info.mask,
-        info.mask_row,
-        info.mask_seq_lens,
-        torch.cat([info.parents, row.expand(extra, -1)]),
-        None if info.accept_lens is None else torch.cat([info.accept_lens, info.accept_lens.new_zeros(extra)]),
-    )
+    if info is None:
+        return None
+    parents, accept, lens = info.parents, info.accept_lens, info.mask_seq_lens
+    if parents is not None:
+        chain = torch.arange(-1, info.draft_token_num - 1, dtype=parents.dtype, device=parents.device)
+        parents = torch.cat([parents, chain.expand(extra, -1)])
+    if accept is not None:
+        accept = torch.cat([accept, accept.new_zeros(extra)])
+    if lens is not None:
+        # A padding row has cells of its own only past those of the batch that the mask was filled for.
+        missing = info.mask_row + batch.batch_size + extra - lens.shape[0]
+        lens = torch.cat([lens, lens.new_full((max(0, missing),), seq_len_fill)])
+    return replace(info, parents=parents, accept_lens=accept, mask_seq_lens=lens)

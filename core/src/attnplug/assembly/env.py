@@ -30,6 +30,8 @@ class Limits:
     max_num_tokens: int
     """Most query tokens of a step."""
     max_context_len: int
+    draft_token_num: int = 0
+    """Widest draft window that target-verify brings; 0: none. A verifier sizes its mask by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
