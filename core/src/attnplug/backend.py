@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .admission import env_reasons, layer_reasons, words
 from .assembly.env import BackendEnv
 from .attention_io import AttentionExtras, AttentionOutput
 from .batch import ForwardBatch
-from .errors import BackendRejected, ContractViolation, Reason
+from .errors import ContractViolation
 from .kv.translator import KVIndexTranslator
 from .layer import AttentionLayer, output_dtype
 from .masks.verify import VerifyMask
 from .modes import ForwardMode, GraphLevel, MlaForm, SharedReadEnds
-from .spec import BackendSpec, Feature
+from .refusal import refuse_batch, refuse_env, refuse_extras, refuse_layer
+from .spec import BackendSpec
 from .spec_info import SpecInfo
 
 
@@ -57,7 +57,7 @@ class AttentionBackend:
 
     def __init__(self, spec: BackendSpec, env: BackendEnv) -> None:
         self.spec, self.env = spec, env
-        self._check_env()
+        refuse_env(spec, env)
         self.needs_cpu_seq_lens = spec.needs_cpu_seq_lens
         self._admitted: dict[int, AttentionLayer] = {}
 
@@ -71,27 +71,6 @@ class AttentionBackend:
         """Which batches may be captured."""
         return self.spec.graph_level
 
-    def _check_env(self) -> None:
-        """Refuse, as selection would, an environment that the spec does not cover: backends are built by hand too."""
-        env = self.env
-        reasons = env_reasons(
-            self.spec,
-            device_type=env.device.type,
-            dtype=str(env.dtype).removeprefix("torch."),
-            kv_dtype=str(env.kv_dtype).removeprefix("torch."),
-            kv_layout=env.kv_pool.layout,
-            page_size=env.page_size,
-            max_context_len=env.limits.max_context_len,
-            deterministic=env.deterministic,
-            layers=env.model_spec.layers,
-        )
-        if reasons:
-            raise BackendRejected(
-                f"backend {self.spec.name!r} cannot be built for this environment",
-                reasons={self.spec.name: reasons},
-                remedy="choose a backend that declares it, or change the environment; `attnplug explain` helps",
-            )
-
     # Metadata
 
     def check_batch(self, batch: ForwardBatch) -> None:
@@ -100,38 +79,7 @@ class AttentionBackend:
         Raises:
             BackendRejected: With every reason.
         """
-        spec, limits, mode = self.spec, self.env.limits, batch.forward_mode
-        reasons = []
-        if mode not in spec.modes and mode is not ForwardMode.IDLE:
-            reasons.append(Reason("modes", mode.value, words(spec.modes)))
-        if batch.batch_size > limits.max_batch_size:
-            reasons.append(Reason("max_batch_size", str(batch.batch_size), f"at most {limits.max_batch_size}"))
-        if batch.num_tokens > limits.max_num_tokens:
-            reasons.append(Reason("max_num_tokens", str(batch.num_tokens), f"at most {limits.max_num_tokens}"))
-        if batch.max_seq_len + batch.draft_token_num > limits.max_context_len and batch.seq_lens_cpu_exact:
-            asked = str(batch.max_seq_len + batch.draft_token_num)
-            reasons.append(Reason("max_context_len", asked, f"at most {limits.max_context_len}"))
-        if batch.device.type != self.env.device.type:
-            reasons.append(Reason("device", str(batch.device), str(self.env.device)))
-        if self.needs_cpu_seq_lens and batch.seq_lens_cpu is None and mode is not ForwardMode.IDLE:
-            reasons.append(Reason("seq_lens_cpu", "None", "a host mirror: this backend reads it"))
-        if mode.is_target_verify and batch.spec_info is not None:
-            reasons += self._verify_reasons(batch.spec_info, batch.batch_size)
-        if reasons:
-            raise BackendRejected(
-                f"backend {self.name!r} cannot serve this batch",
-                reasons={self.name: reasons},
-                remedy="choose a backend that declares it, or change the batch",
-            )
-
-    def _verify_reasons(self, info: SpecInfo, batch_size: int) -> list[Reason]:
-        asked = Feature.CHAIN_VERIFY if info.mask is None else Feature.CUSTOM_MASK
-        if asked not in self.spec.features:
-            shape = "a chain of drafts" if info.mask is None else "a tree of drafts, by a mask"
-            return [Reason(asked.value, shape, f"not declared; features: {words(self.spec.features)}")]
-        if info.mask is not None and not info.mask.fits(info.mask_row + batch_size):
-            return [Reason("verify_mask.max_bs", str(info.mask_row + batch_size), f"at most {info.mask.max_bs}")]
-        return []
+        refuse_batch(self.name, self.spec, self.env, batch, reads_cpu_lens=self.needs_cpu_seq_lens)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Compile a step's metadata, eagerly: both parts in order.
@@ -185,9 +133,10 @@ class AttentionBackend:
             BackendRejected: The spec does not cover the layer or what the extras ask; before any kernel.
         """
         if self._admitted.get(layer.layer_id) is not layer:
-            self._admit(layer)
+            refuse_layer(self.name, self.spec, layer.spec)
+            self._admitted[layer.layer_id] = layer
         if extras is not None:
-            self._check_extras(extras)
+            refuse_extras(self.name, self.spec, extras)
         mode = batch.forward_mode
         if mode is ForwardMode.DECODE:
             return self.forward_decode(q, k, v, layer, batch, save_kv_cache, extras)
@@ -246,31 +195,6 @@ class AttentionBackend:
             return AttentionOutput(out)
         lse = torch.full((q.shape[0], layer.num_heads), float("-inf"), dtype=torch.float32, device=q.device)
         return AttentionOutput(out, lse)
-
-    def _admit(self, layer: AttentionLayer) -> None:
-        reasons = layer_reasons(self.spec, layer.spec)
-        if reasons:
-            raise BackendRejected(
-                f"backend {self.name!r} cannot serve layer {layer.layer_id}",
-                reasons={self.name: reasons},
-                remedy="run `attnplug explain` to see which installed backend can",
-            )
-        self._admitted[layer.layer_id] = layer
-
-    def _check_extras(self, extras: AttentionExtras) -> None:
-        wants = []
-        if extras.return_lse:
-            wants.append(Feature.LSE)
-        if extras.mla_form is not None:
-            wants.append(Feature(f"mla_{extras.mla_form.value}"))
-        missing = [f for f in wants if f not in self.spec.features]
-        if missing:
-            have = f"not declared; features: {words(self.spec.features)}"
-            raise BackendRejected(
-                f"backend {self.name!r} cannot give what the call asks",
-                reasons={self.name: [Reason(f.value, "asked by the call's extras", have) for f in missing]},
-                remedy="choose a backend that declares it",
-            )
 
     # Graphs
 
