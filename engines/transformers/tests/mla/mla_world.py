@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import transformers
 from attnplug.assembly.env import BackendEnv
 from attnplug.modes import ForwardMode, MlaForm
 from attnplug.spec import Feature
+from attnplug.wrappers.hybrid import HybridAttnBackend
 from attnplug_torch_native.backend import TorchNativeBackend
 
 NATIVE = {"attention": {"prefill": "torch_native", "decode": "torch_native"}}
@@ -167,3 +168,12 @@ class Recorder(TorchNativeBackend):
 def tokens_of(completions: Any) -> list[list[int]]:
     assert [one.error for one in completions] == [""] * len(completions)
     return [list(one.token_ids) for one in completions]
+
+
+def expanding(prefill: list[Call], decode: list[Call] | None = None) -> Callable[[BackendEnv], HybridAttnBackend]:
+    """Return a factory of two backends: one that cannot absorb serves prefill, one that only absorbs serves decode."""
+    decoded: list[Call] = [] if decode is None else decode
+    return lambda env: HybridAttnBackend(
+        Recorder(env, prefill, frozenset({Feature.MLA_ABSORBED})),
+        Recorder(env, decoded, FORMS - {Feature.MLA_ABSORBED}),
+    )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from mla_world import FORMS, SIZES, YARN, Recorder, make_config, make_oracle
+from mla_world import FORMS, SIZES, YARN, Recorder, expanding, make_config, make_oracle
 from torch import Tensor
 
 from attnplug.spec import Feature
@@ -75,22 +75,18 @@ def share_of_budget(logits: Tensor, case: Measured) -> float:
 
 @pytest.mark.parametrize("name", ["v2", "v3-yarn"])
 @pytest.mark.parametrize(
-    ("without", "page_size", "chunk_size"),
+    ("factory", "page_size", "chunk_size"),
     [
-        pytest.param(frozenset(), 16, 32, id="expanded in chunks"),
-        pytest.param(frozenset(), 64, None, id="one shot"),
-        pytest.param(FORMS - {Feature.MLA_ABSORBED}, 16, 32, id="absorbed"),
-        pytest.param(frozenset(), 1, 7, id="many small chunks"),
+        pytest.param(expanding([]), 16, 32, id="expanded in chunks"),
+        pytest.param(expanding([]), 1, 7, id="many small chunks"),
+        pytest.param(lambda env: Recorder(env, []), 64, None, id="one shot"),
+        pytest.param(lambda env: Recorder(env, [], FORMS - {Feature.MLA_ABSORBED}), 16, 32, id="absorbed"),
     ],
 )
-def test_logits_are_within_the_budget(serve, monkeypatch, name, without, page_size, chunk_size):
+def test_logits_are_within_the_budget(serve, monkeypatch, name, factory, page_size, chunk_size):
     case = measure(name)
-    engine = serve(
-        case.model,
-        backend_factory=lambda env: Recorder(env, [], without),
-        attention={"attention": {"page_size": page_size}},
-        chunk_size=chunk_size,
-    )
+    attention = {"attention": {"page_size": page_size}}
+    engine = serve(case.model, backend_factory=factory, attention=attention, chunk_size=chunk_size)
     logits = forced_logits(engine, case.model, case.tokens, monkeypatch)
     assert share_of_budget(logits, case) <= 1.0
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from mla_world import FORMS, MODELS, NATIVE, NEW_TOKENS, Recorder, tokens_of
+from mla_world import FORMS, MODELS, NATIVE, NEW_TOKENS, Recorder, expanding, tokens_of
 
 from attnplug.modes import ForwardMode, MlaForm
 from attnplug.spec import Feature
-from attnplug.wrappers.hybrid import HybridAttnBackend
 from attnplug_transformers import Engine
 
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
@@ -60,7 +59,7 @@ def test_preempted_requests_end_with_the_same_tokens(deepseek, serve):
     [
         pytest.param(
             frozenset(),
-            {(EXTEND, ONE_SHOT), (EXTEND, CHUNKED), (DECODE, ABSORBED)},
+            {(EXTEND, ONE_SHOT), (EXTEND, CHUNKED), (EXTEND, ABSORBED), (DECODE, ABSORBED)},
             id="every form",
         ),
         pytest.param(
@@ -95,13 +94,7 @@ def test_a_step_is_computed_in_the_form_that_the_backend_declares(deepseek, serv
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_an_expanding_prefill_backend_joins_an_absorbing_decode_backend(deepseek, serve, page_size):
     prefill, decode = [], []
-
-    def pair(env):
-        return HybridAttnBackend(
-            Recorder(env, prefill, frozenset({Feature.MLA_ABSORBED})),
-            Recorder(env, decode, FORMS - {Feature.MLA_ABSORBED}),
-        )
-
+    pair = expanding(prefill, decode)
     attention = {"attention": {"page_size": page_size}}
     engine = serve(deepseek.oracle.model, backend_factory=pair, attention=attention, chunk_size=40, max_num_tokens=64)
     assert tokens_of(engine.generate(deepseek.prompts, NEW_TOKENS)) == deepseek.expected
@@ -111,9 +104,7 @@ def test_an_expanding_prefill_backend_joins_an_absorbing_decode_backend(deepseek
 
 def test_a_long_prefix_is_expanded_in_bounded_chunks(v3, serve):
     calls = []
-    engine = serve(
-        v3.oracle.model, backend_factory=lambda env: Recorder(env, calls), max_num_tokens=20, max_batch_size=4
-    )
+    engine = serve(v3.oracle.model, backend_factory=expanding(calls), max_num_tokens=20, max_batch_size=4)
     assert tokens_of(engine.generate(v3.prompts[1:2], NEW_TOKENS)) == v3.expected[1:2]
     chunks = [call.chunk for call in calls if call.form is CHUNKED]
     assert max(sum(chunk) for chunk in chunks) == 20
@@ -123,8 +114,7 @@ def test_a_long_prefix_is_expanded_in_bounded_chunks(v3, serve):
 
 def test_one_chunk_holds_the_prefixes_of_several_requests(v3, serve):
     calls = []
-    engine = serve(v3.oracle.model, backend_factory=lambda env: Recorder(env, calls), chunk_size=30, max_num_tokens=64)
-    # Preempted requests come back with long prompts; here two prompts are cut at once by a third between them.
+    engine = serve(v3.oracle.model, backend_factory=expanding(calls), chunk_size=30, max_num_tokens=64)
     ids = [engine.add_request(prompt, NEW_TOKENS) for prompt in (v3.prompts[3], v3.prompts[5], v3.prompts[1])]
     got: dict[int, list[int]] = {request_id: [] for request_id in ids}
     while engine.has_work:
@@ -132,3 +122,14 @@ def test_one_chunk_holds_the_prefixes_of_several_requests(v3, serve):
             got[output.request_id].extend(output.token_ids)
     assert [got[i] for i in ids] == [v3.expected[3], v3.expected[5], v3.expected[1]]
     assert any(len(call.chunk) > 1 and 0 in call.chunk for call in calls if call.form is CHUNKED)
+
+
+def test_a_few_rows_do_not_expand_a_prefix_and_many_do(v3, serve):
+    """Of widths C 16, R 8, nope 12 and Dv 10, an expansion of a key pays from 36 queries on."""
+    for chunk_size, form in ((35, ABSORBED), (36, CHUNKED)):
+        calls = []
+        engine = serve(
+            v3.oracle.model, backend_factory=lambda env, calls=calls: Recorder(env, calls), chunk_size=chunk_size
+        )
+        engine.generate([v3.prompts[1][: 2 * chunk_size]], 1)
+        assert calls[-1].form is form

@@ -58,6 +58,7 @@ class LatentBridge(InterfaceBridge):
         super().__init__(model, layers)
         ids = [layer.layer_id for layer in layers.values()]
         self._forms = LatentForms(
+            next(iter(layers.values())).spec,
             {serving.backend.unwrap(one, ForwardMode.EXTEND).spec for one in ids},
             {serving.backend.unwrap(one, ForwardMode.DECODE).spec for one in ids},
         )
@@ -67,7 +68,7 @@ class LatentBridge(InterfaceBridge):
 
     @contextmanager
     def serve(self, batch: ForwardBatch) -> Iterator[None]:
-        form = self._forms.choose(batch.forward_mode, any(batch.extend_prefix_lens_cpu or ()))
+        form = self._forms.choose(batch)
         expands = form is MlaForm.ONE_SHOT
         chunks = plan_chunks(batch, self._translator, self._max_chunk_tokens) if expands else ()
         with super().serve(batch), self._lent():
