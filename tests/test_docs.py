@@ -123,8 +123,8 @@ def test_the_configuration_page_has_every_key_and_every_variable():
 
 
 def test_the_conformance_page_has_every_axis():
-    rows = [row[0] for row in table_rows(text_of("conformance.md"))[2:]]
-    assert rows == [f"{axis.letter} {axis.title}" for axis in AXES.values()]
+    rows = {row[0] for row in table_rows(text_of("conformance.md")) if re.match(r"[A-Z] ", row[0])}
+    assert rows == {f"{axis.letter} {axis.title}" for axis in AXES.values()}
 
 
 def test_the_benchmarks_page_has_every_benchmark():

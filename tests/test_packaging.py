@@ -122,7 +122,7 @@ def test_a_wheels_metadata_says_what_pyproject_says(dist, built):
     wheel, _ = built(dist)
     info = f"{dist.package}-{dist.version}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
-        metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
+        metadata = email.message_from_string(archive.read(f"{info}/METADATA").decode())
         points = configparser.ConfigParser(delimiters="=")
         points.optionxform = str
         if dist.entry_points:
