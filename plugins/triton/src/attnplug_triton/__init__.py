@@ -1,0 +1,1 @@
+"""Attention kernels of our own, in Triton: one source for every CUDA card, and for Triton's interpreter."""

@@ -1,0 +1,1 @@
+"""Triton kernels and their launchers. A kernel knows tensors and lengths, and no batch."""
