@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -166,7 +166,8 @@ def _aliased(extras: AttentionExtras | None, alias: Callable[[Tensor], Tensor]) 
     if extras is None:
         return None
     values = ((one.name, getattr(extras, one.name)) for one in fields(extras))
-    return replace(extras, **{name: alias(t) for name, t in values if isinstance(t, Tensor)})
+    aliases: dict[str, Any] = {name: alias(t) for name, t in values if isinstance(t, Tensor)}
+    return replace(extras, **aliases)
 
 
 def _like(shape: Shape, device: torch.device) -> AttentionOutput:

@@ -36,6 +36,20 @@ def no_synchronisation(device: torch.device, *, what: str) -> Iterator[None]:
 
 
 @contextmanager
+def may_synchronise(device: torch.device) -> Iterator[None]:
+    """Let the body synchronise inside ``no_synchronisation``: a capture, or a check that is made once."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
 def no_allocation(device: torch.device, *, what: str) -> Iterator[None]:
     """Refuse allocations of GPU memory by the body; nothing to see on a CPU.
 

@@ -19,6 +19,7 @@ from ..batch import ForwardBatch
 from ..errors import ContractViolation
 from ..modes import ForwardMode
 from .capture import CapturedGraph, GraphFactory, capture
+from .device_checks import may_synchronise
 from .pointers import metadata_tensors
 
 WARM_UPS = 2
@@ -87,7 +88,8 @@ class GlueGraphs:
                 entry.runs += 1
                 self._backend.init_forward_metadata_out_graph(self._bounded(view))
                 return False
-            entry.graph = self._capture(entry, self._bounded(view))
+            with may_synchronise(view.device):
+                entry.graph = self._capture(entry, self._bounded(view))
             entry.graph.replay()
             restore(entry.metadata)
             return True
@@ -95,7 +97,8 @@ class GlueGraphs:
         restore(entry.metadata)
         if not entry.is_compared:
             entry.is_compared = True
-            self._compare(entry, key, self._bounded(view))
+            with may_synchronise(view.device):
+                self._compare(entry, key, self._bounded(view))
         return True
 
     def _bounded(self, view: ForwardBatch) -> ForwardBatch:

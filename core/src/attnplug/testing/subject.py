@@ -15,7 +15,7 @@ from ..backend import AttentionBackend
 from ..batch import ForwardBatch
 from ..errors import ContractViolation
 from ..layer import AttentionLayer
-from ..modes import ForwardMode
+from ..modes import ForwardMode, GraphLevel
 from ..spec import BackendSpec, Kind
 from ..wrappers.hybrid import HybridAttnBackend
 from ..wrappers.hybrid_linear import HybridLinearAttnBackend
@@ -151,6 +151,7 @@ class _NoLinear(AttentionBackend):
             dtypes=frozenset({str(env.dtype).removeprefix("torch.")}),
             kv_dtypes=frozenset({str(env.kv_dtype).removeprefix("torch.")}),
             needs_cpu_seq_lens=False,
+            graph_level=GraphLevel.ALWAYS,
         )
         self.spec, self.env, self._admitted = spec, env, {}
 
@@ -159,6 +160,9 @@ class _NoLinear(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         self.forward_metadata = batch.forward_mode
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing has a fixed address."""
 
     def forward(
         self,

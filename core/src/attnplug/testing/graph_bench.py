@@ -1,0 +1,174 @@
+"""Steps of a case run from graphs: what the model of one attention call a layer gives, replayed, against the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention_io import AttentionOutput
+from ..batch import ForwardBatch
+from ..context import ForwardContext, forward_context
+from ..graphs.breakable import BreakableGraphRunner
+from ..graphs.buckets import bucket_for
+from ..graphs.full import GraphRunner
+from ..graphs.options import EVERY_REPLAY, GraphOptions
+from ..graphs.overlap import ReadEndFence
+from ..graphs.pointers import metadata_tensors
+from .bench import Bench
+from .case import Case
+from .monitor import PoolWatch, same_bytes, take
+from .results import Failure
+from .step import Step, layer_inputs
+from .subject import Subject
+
+BUCKETS = (1, 2, 4)
+PIECES = (8, 32)
+
+
+class GraphBench(Bench):
+    """A case's world whose steps are replayed.
+
+    Args:
+        subject: The backend under test.
+        case: What to build; its requests' queries are spread over several steps.
+        fence: Told where each step's shared reads end.
+    """
+
+    def __init__(self, subject: Subject, case: Case, *, fence: ReadEndFence | None = None) -> None:
+        super().__init__(subject, case)
+        self.fence = fence
+        self.runner = self.new_runner()
+
+    def new_runner(self, **options: Any) -> GraphRunner | BreakableGraphRunner:
+        """Return a runner that has captured nothing yet."""
+        device, mode = self.world.device, self.case.mode
+        chosen = GraphOptions(pointer_checks=EVERY_REPLAY, strict=device.type == "cuda", **options)
+        if mode.is_extend:
+            return BreakableGraphRunner(
+                self.model,
+                self.backend,
+                buckets=PIECES,
+                max_requests=len(self.case.queries),
+                device=device,
+                options=chosen,
+                fence=self.fence,
+            )
+        width = step_width(self.case)
+        return GraphRunner(
+            self.model,
+            self.backend,
+            buckets=BUCKETS,
+            device=device,
+            max_query_width=width,
+            options=chosen,
+            fence=self.fence,
+        )
+
+    def model(self, inputs: Mapping[str, Tensor], batch: ForwardBatch) -> tuple[Tensor, ...]:
+        """Call each layer once; nothing passes from one to the next, so that each is judged alone."""
+        rows = batch.num_tokens
+        return tuple(
+            layer(inputs[f"q{i}"], inputs[f"k{i}"], inputs[f"v{i}"], batch).out.reshape(rows, -1)
+            for i, layer in enumerate(self.world.layers)
+        )
+
+    def inputs(self, step: Step) -> dict[str, Tensor]:
+        """Return the model's inputs of a step, by name."""
+        named: dict[str, Tensor] = {}
+        for i in range(len(self.world.layers)):
+            one = layer_inputs(self.world, step, i)
+            assert one.k is not None
+            assert one.v is not None
+            named |= {f"q{i}": one.q, f"k{i}": one.k, f"v{i}": one.v}
+        return named
+
+    def capture(self, step: Step) -> None:
+        """Capture a step's kind; only the sink may be written meanwhile, and the subject must serve it."""
+        served = self.built.served()
+        before = [self._but_sink(buffer) for buffer in self._buffers()]
+        self.runner.capture(self.inputs(step), step.batch)
+        self.synchronise()
+        self.served_by = self.built.check_served(self.world.layers[0].layer_id, step.mode, served)
+        if not all(same_bytes(old, self._but_sink(new)) for old, new in zip(before, self._buffers(), strict=True)):
+            raise Failure(
+                "warm-up or capture wrote slots other than the sink's: a write target was left from an earlier step",
+                fault="stale write slots at capture",
+            )
+
+    def _but_sink(self, buffer: Tensor) -> Tensor:
+        slots = torch.arange(self.world.pool.num_slots, device=buffer.device)
+        return take(self.world, buffer, slots[slots != self.world.pool.sink_slot])
+
+    def replay(self, step: Step) -> tuple[Tensor, ...]:
+        """Run a step from its graph and return each layer's rows: views that the next replay overwrites."""
+        outputs = self.runner.run(self.inputs(step), step.batch)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def prove_replay(self, step: Step) -> None:
+        """Replay a step under watch and hold it against the oracle; name what was stale where it is wrong."""
+        watch = PoolWatch(self.world)
+        padded = self.padded(step)
+        outputs = [AttentionOutput(out.clone()) for out in self.replay(step)]
+        self.synchronise()
+        # Writes first: what a padding row destroyed makes outputs wrong too, and says less.
+        if len(self.world.layers) == 1:
+            try:
+                watch.verify(padded, 0, saved=True)
+            except Failure as failure:
+                if not padded.batch.num_padding:
+                    raise
+                raise Failure(
+                    f"{failure}; the replay had {padded.batch.num_padding} padding requests",
+                    fault="padding rows not reset",
+                ) from failure
+        try:
+            self.check(step, outputs)
+        except Failure as failure:
+            raise self._stale(padded, failure) from failure
+
+    def padded(self, step: Step) -> Step:
+        """Return the step as the graph runs it."""
+        if self.case.mode.is_extend:
+            # The tail of a prefill's bucket writes the sink, as a padding request does.
+            return step
+        bucket = bucket_for(step.batch.batch_size, BUCKETS)
+        assert bucket is not None, "a case has no more requests than the largest bucket"
+        return self.pad(step, bucket - step.batch.batch_size)
+
+    def check_metadata(self, step: Step) -> list[str]:
+        """Return the fields of the current metadata whose values are not those of an eager step."""
+        now = {path: t.clone() for path, t in metadata_tensors(self.backend).items()}
+        with forward_context(ForwardContext(self.backend, batch=step.batch)):
+            self.backend.init_forward_metadata(step.batch)
+        self.synchronise()
+        eager = metadata_tensors(self.backend)
+        return [
+            path
+            for path, t in now.items()
+            if path in eager and eager[path].shape == t.shape and not _same(eager[path], t)
+        ]
+
+    def _stale(self, step: Step, failure: Failure) -> Failure:
+        fields = self.check_metadata(step)
+        if not fields:
+            return failure
+        return Failure(
+            f"{failure}; the replay's metadata differs from an eager step's in {', '.join(fields)}",
+            fault=f"metadata not refreshed: {fields[0].rpartition('.')[2]}",
+        )
+
+    def _buffers(self) -> Sequence[Tensor]:
+        count = range(len(self.world.layers))
+        return [buffer for i in count if self.case.layers[i].reads_pool for buffer in self.world.stored(i)]
+
+
+def step_width(case: Case) -> int:
+    """Return the query width of a graph case's steps: its ``arg``, 1 by default."""
+    return int(case.arg or 1)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
