@@ -48,8 +48,8 @@ class LatentForms:
     C·(nope + Dv); absorbing a query costs as much as expanding a key. So decode rows are absorbed; prompt rows are
     expanded over themselves; and over a prefix they are where they are enough to pay for its expansion, from 171 a
     request on with DeepSeek's widths (measured over a prefix of 2048 with torch_native on a CPU: 16 rows 42 ms absorbed
-    and 309 expanded, 171 rows 490 and 532, 342 rows 1074 and 783). A step of prompt and decode rows is absorbed where it
-    can be.
+    and 309 expanded, 171 rows 490 and 532, 342 rows 1074 and 783). A step of prompt and decode rows is absorbed where
+    it can be.
 
     Args:
         layer: The widths.
