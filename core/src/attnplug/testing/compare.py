@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from ..attention_io import AttentionOutput
-from .expected import Expected, answer, true_rules
+from .expected import Expected, answer, problems, true_rules
+from .misread import misreadings
 from .poison import HUGE
 from .results import Failure
 from .step import Step
@@ -55,7 +58,7 @@ def check_output(world: World, step: Step, index: int, got: AttentionOutput, wan
 
 
 def _check_rows(world: World, step: Step, index: int, got: Tensor, want: Expected, *, lse: bool) -> None:
-    finite = torch.isfinite(got)
+    layer, finite = world.case.layers[index], torch.isfinite(got)
     if not bool(finite.all()):
         place = _place(step, (~finite).flatten(1).any(dim=1))
         raise Failure(
@@ -73,6 +76,10 @@ def _check_rows(world: World, step: Step, index: int, got: Tensor, want: Expecte
         f"head {head}, allowed {float(want.allowed.out[row, head]):.3g} ({int(over.sum())} of "
         f"{over.numel()} rows × heads)"
     )
+    if not bool(got.any()):
+        # A window of 0 shows one key; one short of that shows none.
+        fault = "window off by one" if layer.window == 0 else "output is all zeros"
+        raise Failure(f"{message}; every row is zero", fault=fault)
     found = _match_out(world, step, index, got, want, lse=lse)
     if found is not None:
         raise Failure(f"{message}; this looks like: {found.fault} ({found.explanation})", fault=found.fault)
@@ -82,11 +89,25 @@ def _check_rows(world: World, step: Step, index: int, got: Tensor, want: Expecte
 def _match_out(world: World, step: Step, index: int, got: Tensor, want: Expected, *, lse: bool) -> Variant | None:
     rules = true_rules(world, step, index, lse=lse)
     distance = _distance(got, want.out, want)
-    for variant in variants(rules, world.case.layers[index], has_tree=bool(step.trees)):
+    mine = variants(rules, world.case.layers[index], has_tree=bool(step.trees))
+    for misread in misreadings(world, step, index, problems(world, step, index)):
+        there = answer(world, step, index, rules, misread.problems)
+        if _distance(got, there.out, want) < min(MATCH, distance / 2):
+            return Variant(misread.fault, misread.explanation, rules)
+    for variant in (*mine, *_other_layers(world, step, index, lse=lse)):
         there = answer(world, step, index, variant.rules)
         if _distance(got, there.out, want) < min(MATCH, distance / 2):
             return variant
     return None
+
+
+def _other_layers(world: World, step: Step, index: int, *, lse: bool) -> Iterator[Variant]:
+    """Yield the rules of the case's other layers: one plan for all computes each as the one that it was made for."""
+    own = true_rules(world, step, index, lse=lse)
+    for other in range(len(world.case.layers)):
+        rules = true_rules(world, step, other, lse=lse)
+        if other != index and rules != own:
+            yield Variant("computed as another layer", f"with the scaling, cap and window of layer {other}", rules)
 
 
 def _distance(got: Tensor, there: Tensor, want: Expected) -> float:
@@ -101,8 +122,6 @@ def _named_by_shape(world: World, step: Step, index: int, got: Tensor, want: Exp
         return "reads positions that the request may not see"
     if _is_permuted(step, got, want):
         return "requests mixed up"
-    if not bool(got.any()):
-        return "output is all zeros"
     heads = got[:, :1].expand_as(got)
     if got.shape[1] > 1 and bool((got == heads).all()):
         return "all heads are the first"

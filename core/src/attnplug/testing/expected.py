@@ -66,11 +66,20 @@ def problems(world: World, step: Step, index: int) -> list[Problem]:
     return made
 
 
-def answer(world: World, step: Step, index: int, rules: Rules) -> Answer:
-    """Return the oracle's answer for every row of a step, under the true rules or those of a fault."""
+def answer(world: World, step: Step, index: int, rules: Rules, requests: list[Problem] | None = None) -> Answer:
+    """Return the oracle's answer for every row of a step, under the true rules or those of a fault.
+
+    Args:
+        world: Whose tensors.
+        step: Which rows.
+        index: The layer.
+        rules: The semantics.
+        requests: The requests as a fault reads them; as they are by default.
+    """
     sinks = world.data[index].sinks
     logits = None if sinks is None else sinks.double()
-    parts = [attend(problem, rules, logits) for problem in problems(world, step, index)]
+    requests = problems(world, step, index) if requests is None else requests
+    parts = [attend(problem, rules, logits) for problem in requests]
     return Answer(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
 
 

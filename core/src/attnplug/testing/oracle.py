@@ -1,8 +1,8 @@
 """Dense attention in float64 from the logical keys and values of each request: no pool, no table, no backend.
 
-The pinned semantics: scores = q·k · scaling; the soft cap cap·tanh(s/cap); masks; sinks in the denominator only. The
-LSE is a natural log over scaled, capped and masked scores, without sinks. ``Rules`` holds these; its other values are the
-known faults that a wrong output is compared with.
+The pinned semantics: scores = q·k · scaling; the soft cap cap·tanh(s/cap); masks; sinks in the denominator only.
+The LSE is a natural log over scaled, capped and masked scores, without sinks. ``Rules`` holds these; its other values
+are the known faults that a wrong output is compared with.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Rules:
     k_factor: float = 1.0
     v_factor: float = 1.0
     keys: Literal["all", "but_newest", "but_oldest", "new_only", "cached_only"] = "all"
+    counted: Literal["once", "new_twice", "prefix_twice"] = "once"
     value_of: Literal["v", "k"] = "v"
     lse: Literal["natural", "base2", "with_sinks", "unscaled"] = "natural"
 
@@ -134,6 +135,10 @@ def _attend(problem: Problem, seen: Tensor, rules: Rules, sinks: Tensor | None) 
     scores = scores.masked_fill(hidden, float("-inf"))
     if rules.cap and rules.cap_stage == "after_mask":
         scores = rules.cap * torch.tanh(scores / rules.cap)
+    if rules.counted != "once":
+        # A key that is counted twice weighs twice.
+        cached = scores.shape[-1] - problem.q_pos.shape[0]
+        scores[..., slice(cached, None) if rules.counted == "new_twice" else slice(0, cached)] += math.log(2.0)
     lse = torch.logsumexp(scores, dim=-1)
     empty = torch.isneginf(lse)
     weights = torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None])

@@ -73,6 +73,8 @@ def variants(rules: Rules, layer: LayerCase, *, has_tree: bool) -> Iterator[Vari
     yield one("newest key missed", "the last key is visible to the last query", keys="but_newest")
     yield one("oldest key missed", "position 0 counts", keys="but_oldest")
     yield one("prefix ignored", "cached positions are visible", keys="new_only")
+    yield one("new tokens counted twice", "a prefix's state leaves this step's tokens out", counted="new_twice")
+    yield one("prefix counted twice", "the new tokens' state leaves the prefix out", counted="prefix_twice")
     yield one("new tokens ignored", "this step's own tokens are visible", keys="cached_only")
     if layer.value_dim == layer.dim:
         yield one("keys taken for values", "the output is of values", value_of="k")

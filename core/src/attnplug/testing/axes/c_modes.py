@@ -7,11 +7,22 @@ from typing import Any
 
 from ...modes import ForwardMode
 from ...spec import Feature
-from ..case import Case
+from ..case import Case, LayerCase
 from ..plan import Plan
 from ..subject import WRAPPERS
 from .axis import Axis, Check, oracle_check
-from .c_steps import chunked, empty_request, generate, idle, mixed_parts, sliced, split_prefill, tree_after_plan
+from .c_steps import (
+    chunked,
+    empty_request,
+    generate,
+    idle,
+    mixed_parts,
+    no_mirror,
+    sliced,
+    split_prefill,
+    tree_after_plan,
+    upper_bounds,
+)
 
 _FEATURES: tuple[tuple[tuple[Feature, ...], dict[str, Any]], ...] = (
     ((), {}),
@@ -89,8 +100,22 @@ def _identities(plan: Plan) -> Iterator[Case]:
             for mask in ("qlen", "full"):
                 yield plan.case("C", "tree_after_plan", ForwardMode.TARGET_VERIFY, plan.layer(), mask=mask)
     if plan.has(Feature.CROSS_ATTENTION) and ForwardMode.DECODE in plan.modes:
-        layers = [plan.layer(), plan.layer(cross=True)]
-        yield plan.case("C", "no_encoder", ForwardMode.DECODE, layers=tuple(layers), encoder=(9, 0, 37, 0))
+        pair = (plan.layer(), plan.layer(cross=True))
+        for lse in (False, True) if plan.has(Feature.LSE) else (False,):
+            yield plan.case("C", "no_encoder", ForwardMode.DECODE, layers=pair, encoder=(9, 0, 37, 0), lse=lse)
+    yield from _host_lengths(plan, layers)
+
+
+def _host_lengths(plan: Plan, layers: list[LayerCase]) -> Iterator[Case]:
+    """Decode and verify, whose exact lengths the host may not know."""
+    for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+        if mode not in plan.modes:
+            continue
+        for mask in plan.verify_forms() if mode.is_target_verify else ("",):
+            for layer in layers:
+                yield plan.case("C", "upper_bounds", mode, layer, mask=mask)
+                if not plan.spec.needs_cpu_seq_lens:
+                    yield plan.case("C", "no_mirror", mode, layer, mask=mask)
 
 
 AXIS = Axis(
@@ -112,6 +137,10 @@ AXIS = Axis(
         ),
         "empty_request": Check("a request without new tokens takes no rows and disturbs nobody", empty_request),
         "idle": Check("an idle step gives zeros of the right shape, an LSE of −inf, and touches no pool", idle),
+        "upper_bounds": Check(
+            "host lengths that are upper bounds give the same result, or a reasoned refusal", upper_bounds
+        ),
+        "no_mirror": Check("a backend that declares no need of host lengths reads none", no_mirror),
         "tree_after_plan": Check(
             "a tree that drafting fills after planning is the one that is verified", tree_after_plan
         ),

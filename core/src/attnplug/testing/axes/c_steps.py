@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from ...attention_io import AttentionOutput
 from ...batch import ForwardBatch
+from ...errors import BackendRejected
 from ...modes import ForwardMode
 from ..bench import Bench
 from ..case import Case
 from ..monitor import PoolWatch
-from ..results import Failure
+from ..poison import nan_empty
+from ..results import Failure, Status
 from ..step import Span, Step, case_spans, layer_inputs
 from ..subject import Subject
 from ..trees import draw_trees
@@ -113,13 +117,15 @@ def idle(subject: Subject, case: Case) -> Outcome:
     rows = case.pad
     q, k, v = (x[:1].expand(rows, *x.shape[1:]).contiguous() for x in (lend.q, lend.k, lend.v))
     watch = PoolWatch(bench.world)
-    bench.backend.init_forward_metadata(batch)
+    with nan_empty():
+        bench.backend.init_forward_metadata(batch)
     extras = None
     if case.lse:
         from ...attention_io import AttentionExtras
 
         extras = AttentionExtras(return_lse=True)
-    got = bench.backend.forward(q, k, v, layer, batch, True, extras)
+    with nan_empty():
+        got = bench.backend.forward(q, k, v, layer, batch, True, extras)
     bench.synchronise()
     watch.verify(Step(ForwardMode.IDLE, (), batch), None, saved=False)
     shape = (rows, layer.num_heads, layer.v_head_dim)
@@ -160,5 +166,67 @@ def tree_after_plan(subject: Subject, case: Case) -> Outcome:
     bench.backend.init_forward_metadata(first.batch)
     trees, _ = draw_trees(case.replace(seed=case.seed + 1), bench.world.device)
     second = bench.refill(first, trees)
-    bench.prove(second, plan=False)
+    outputs = bench.run(second, plan=False)
+    try:
+        bench.check(second, outputs)
+    except Failure as failure:
+        if not _is_right(bench, first, outputs):
+            raise
+        raise Failure(
+            f"{failure}; it is right for the tree that the mask held at planning: what "
+            "update_verify_buffers_to_fill_after_draft announces was not read",
+            fault="tree of planning time",
+        ) from failure
+    return Outcome(served_by=bench.served_by)
+
+
+def _is_right(bench: Bench, step: Step, outputs: Sequence[AttentionOutput]) -> bool:
+    try:
+        bench.check(step, outputs)
+    except Failure:
+        return False
+    return True
+
+
+BOUND_SLACK = 5
+"""How much longer than its request a bound is: past the end of a short page, within the table's room."""
+
+
+def upper_bounds(subject: Subject, case: Case) -> Outcome:
+    """Run a step whose host lengths are upper bounds: the result is the same, or the step is refused."""
+    bench = Bench(subject, case)
+    step = bench.step()
+    batch, host = step.batch, step.batch.seq_lens_cpu
+    assert host is not None, "a step of the suite has a mirror"
+    bounds = host + BOUND_SLACK
+    most = {"seq_lens_sum": int(bounds.sum()), "max_seq_len": int(bounds.max())}
+    loose = replace(step, batch=batch.replace(seq_lens_cpu=bounds, seq_lens_cpu_exact=False, **most))
+    try:
+        bench.prove(loose)
+    except BackendRejected as error:
+        return Outcome(Status.REFUSED, subject.name, str(error).replace("\n", ";"))
+    # Foreign code that reads too far may end in any error.
+    except Exception as error:
+        raise Failure(
+            f"seq_lens_cpu is {BOUND_SLACK} more than seq_lens, and seq_lens_cpu_exact is False: {error}",
+            fault="takes an upper bound for a length",
+        ) from error
+    return Outcome(served_by=bench.served_by)
+
+
+def no_mirror(subject: Subject, case: Case) -> Outcome:
+    """Run a step without host lengths, which the declaration says are not read."""
+    bench = Bench(subject, case)
+    step = bench.step()
+    bare = step.batch.replace(
+        seq_lens_cpu=None, seq_lens_cpu_exact=False, max_seq_len=bench.world.env.limits.max_context_len
+    )
+    try:
+        bench.prove(replace(step, batch=bare))
+    # Foreign code: reading None may end in any error.
+    except Exception as error:
+        raise Failure(
+            f"needs_cpu_seq_lens is False, and without seq_lens_cpu: {type(error).__name__}: {error}",
+            fault="reads the host's lengths, undeclared",
+        ) from error
     return Outcome(served_by=bench.served_by)

@@ -167,13 +167,22 @@ def replanned(subject: Subject, case: Case) -> Outcome:
 
 
 def instances(subject: Subject, case: Case) -> Outcome:
-    """Plan two backends of two worlds, then run both."""
+    """Run a step of each of two backends alone; then plan both, then run both."""
     one, two = Bench(subject, case), Bench(subject, case.replace(seed=case.seed + 5))
     steps = [bench.step() for bench in (one, two)]
     for bench, step in zip((one, two), steps, strict=True):
+        bench.prove(step)
+    for bench, step in zip((one, two), steps, strict=True):
         bench.backend.init_forward_metadata(step.batch)
     for bench, step in zip((one, two), steps, strict=True):
-        bench.prove(step, plan=False)
+        try:
+            bench.prove(step, plan=False)
+        # Right when run alone: whatever goes wrong now is the other instance's doing.
+        except Exception as error:
+            raise Failure(
+                f"right alone, and wrong when another instance plans in between: {type(error).__name__}: {error}",
+                fault="instances share state",
+            ) from error
     return Outcome(served_by=one.served_by)
 
 
