@@ -15,7 +15,7 @@ from attnplug.modes import KVSpace
 from attnplug.spec import Kind
 
 from .kernels.args import Widths
-from .kernels.config import decode_schedule, decode_tile
+from .kernels.config import decode_schedule, decode_tile, programs_per_sm
 from .metadata import DecodePlan
 from .options import TritonOptions
 
@@ -102,6 +102,7 @@ class Planner:
             deterministic=self._env.deterministic,
             ragged=ragged,
             keys=one.keys,
+            per_sm=programs_per_sm(one),
         )
         launched = programs * schedule.splits * (1 if schedule.kind == "stream" else size)
         return DecodePlan(schedule, decode_tile(shape.widths, rows, itemsize, launched, self._sms))

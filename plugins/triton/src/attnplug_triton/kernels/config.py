@@ -45,7 +45,7 @@ def decode_tile(widths: Widths, query_rows: int, itemsize: int, programs: int, s
         widths: Head widths.
         query_rows: Rows a KV head: the group's heads times the queries of a request.
         itemsize: Bytes of a query element.
-        programs: Programs of the launch without splits, to choose stages so that the last wave is full.
+        programs: Programs of the launch, to choose stages so that the last wave is full.
         sms: Multiprocessors.
     """
     widest = max(next_power(widths.d), next_power(widths.dv))
@@ -57,9 +57,14 @@ def decode_tile(widths: Widths, query_rows: int, itemsize: int, programs: int, s
         return TileConfig(min(rows, 32), 32 if widest <= 128 else 16, 4, 2)
     keys = 64 if widest <= 128 else 32
     warps = 2 if rows <= 16 else 4
-    unsplit = programs >= 2 * sms
-    stages = 2 if unsplit and programs <= RESIDENT_PER_SM * sms else 3
+    # Between two programs a multiprocessor and all that fit at once: rather all resident than a part-filled last wave.
+    stages = 2 if 2 * sms < programs <= RESIDENT_PER_SM * sms else 3
     return TileConfig(rows, keys, warps, stages)
+
+
+def programs_per_sm(tile: TileConfig) -> int:
+    """Return how many programs of a tile a multiprocessor is given: those of eight warps fill it alone."""
+    return 1 if tile.warps == 8 else 2
 
 
 def extend_tile(widths: Widths, query_rows: int, itemsize: int) -> TileConfig:
@@ -91,6 +96,7 @@ def decode_schedule(
     deterministic: bool,
     ragged: bool,
     keys: int,
+    per_sm: int = 2,
 ) -> Schedule:
     """Return how a decode step is shared out. Lengths stay on the device: bounds of the host are enough.
 
@@ -103,13 +109,14 @@ def decode_schedule(
         deterministic: Ask for shares that do not depend on the batch.
         ragged: Whether lengths differ much.
         keys: Keys a tile.
+        per_sm: Programs to start on a multiprocessor; see ``programs_per_sm``.
     """
     tiles = max(max_tiles, 1)
     if deterministic:
         splits = -(-tiles // max(FIXED_SPLIT_TOKENS // keys, 1))
         return Schedule("fixed", splits, batch_size * splits)
     # Two programs a multiprocessor fill the memory's queue; more only cost merging (B1 32k: 33 splits, 66 lose 4 %).
-    wanted = max(2 * sms // max(heads, 1), 1)
+    wanted = max(per_sm * sms // max(heads, 1), 1)
     if ragged and batch_size > 1 and tiles > 2:
         return Schedule("stream", wanted, wanted + batch_size)
     splits = min(max(round(wanted / batch_size), 1), max_splits, max(tiles // 2, 1))

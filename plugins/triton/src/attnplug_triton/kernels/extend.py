@@ -5,7 +5,8 @@ Programs find their request themselves, by a scan over the query lengths; the he
 """
 
 # Kernel arguments are typed by Triton when it compiles; `l` is the softmax's sum in every paper on it.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls, no-warn-return-any, no-warn-unreachable
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: no-warn-return-any, no-warn-unreachable
 # ruff: noqa: ANN001, ANN201, ANN202, E741, SIM108, RUF100
 from __future__ import annotations
 

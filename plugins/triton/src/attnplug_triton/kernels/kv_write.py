@@ -1,7 +1,8 @@
 """Writing of a step's keys and values into a pool: scale, saturate, convert and scatter, both in one launch."""
 
 # Kernel arguments are typed by Triton when it compiles; `l` is the softmax's sum in every paper on it.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls, no-warn-return-any, no-warn-unreachable
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: no-warn-return-any, no-warn-unreachable
 # ruff: noqa: ANN001, ANN201, ANN202, E741, SIM108, RUF100
 from __future__ import annotations
 
