@@ -16,12 +16,13 @@ _DECODE, _EXTEND = ForwardMode.DECODE, ForwardMode.EXTEND
 
 def _cases(plan: Plan) -> Iterator[Case]:
     if plan.softmax:
+        # The plainest first: a fault of everything is then named by them, and not as a window's.
+        yield from _causal(plan)
         for mode in (_EXTEND, _DECODE):
             if mode in plan.modes:
                 yield from _window(plan, mode)
                 yield from _scores(plan, mode)
                 yield from _shapes(plan, mode)
-        yield from _causal(plan)
         yield from _uncached(plan)
     if Kind.MLA in plan.spec.kinds:
         yield from mla_cases(plan, "A", "mla")
