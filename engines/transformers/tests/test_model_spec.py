@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnplug.errors import UnsupportedModel
 from attnplug.model_spec import LayerSpec, ModelSpec
 from attnplug_transformers import Engine, families
+from attnplug_transformers.adapters import find_adapter
 from attnplug_transformers.families import Family, decoder_layers, find_family, known_model_types, register_family
 from attnplug_transformers.model_spec import model_spec_from_config
-from attnplug_transformers.sites import make_layers
 
 SMALL = {
     "num_hidden_layers": 4,
@@ -53,11 +54,15 @@ def test_the_modules_of_each_family_are_what_its_config_was_read_as(model_type: 
     changes: dict[str, Any] = {"num_key_value_heads": 4} if model_type in LATENT_TYPES else {}
     if model_type == "phi3":
         changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    if model_type == "whisper":
+        changes = {"max_source_positions": 512, "max_target_positions": 512}
     config = config_of(model_type, **changes)
     spec = model_spec_from_config(config, dtype="float32")
+    family = find_family(model_type)
+    assert family is not None
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    layers = make_layers(model, spec)
+        model = getattr(transformers, family.auto_class).from_config(config, attn_implementation="eager")
+    layers = find_adapter(model_type, spec).make_layers(model, spec)
     assert [layer.spec for layer in layers.values()] == list(spec.layers)
     assert spec.max_context_len == 512
 
@@ -163,9 +168,40 @@ def test_a_multimodal_checkpoint_is_refused(model_type: str) -> None:
         model_spec_from_config(AutoConfig.for_model(model_type), dtype="float32")
 
 
-def test_an_encoder_decoder_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+def test_an_encoder_decoder_without_an_adapter_is_refused_with_those_that_exist_and_how_to_add_one() -> None:
+    with pytest.raises(UnsupportedModel, match=r"no family with an adapter .* there are: bart, whisper") as caught:
         model_spec_from_config(AutoConfig.for_model("t5"), dtype="float32")
+    assert "Family with encoder_context and an adapter" in caught.value.remedy
+
+
+def test_the_layers_of_an_encoder_decoder_are_numbered_apart() -> None:
+    layers = spec_of(
+        "whisper", d_model=48, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=6
+    ).layers
+    assert [layer.layer_id for layer in layers] == list(range(8))
+    assert [layer.is_cross_attention for layer in layers] == [False] * 3 + [True] * 3 + [False] * 2
+    assert [layer.reads_pool for layer in layers] == [True] * 6 + [False] * 2
+    assert [(layer.num_heads, layer.head_dim, layer.scaling) for layer in layers] == [(6, 8, 1.0)] * 6 + [
+        (4, 12, 1.0)
+    ] * 2
+
+
+def test_bart_scales_in_the_scores_and_whisper_its_queries() -> None:
+    assert spec_of("bart", d_model=64, encoder_attention_heads=4, decoder_attention_heads=4).layers[0].scaling == 0.25
+
+
+def test_a_local_window_of_an_encoder_counts_keys_on_each_side() -> None:
+    assert windows(spec_of("modernbert", local_attention=16, layer_types=None)) == [-1, 8, 8, -1]
+
+
+def test_widths_that_cannot_be_are_named_together() -> None:
+    with pytest.raises(UnsupportedModel, match=r"encoder_attention_heads 7; d_model 64 .* decoder_attention_heads 5"):
+        spec_of("bart", d_model=64, encoder_attention_heads=7, decoder_attention_heads=5)
+
+
+def test_a_bert_that_decodes_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="is_decoder is set"):
+        spec_of("bert", is_decoder=True)
 
 
 def test_a_bidirectional_gemma_is_refused() -> None:

@@ -9,15 +9,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .encoder import Encoder, Encoding
     from .engine import Engine
     from .errors import EngineError, RequestRefused
     from .results import Completion, StepOutput, StreamChunk
     from .sampling import SamplingParams
 
-__all__ = ["Completion", "Engine", "EngineError", "RequestRefused", "SamplingParams", "StepOutput", "StreamChunk"]
+__all__ = [
+    "Completion",
+    "Encoder",
+    "Encoding",
+    "Engine",
+    "EngineError",
+    "RequestRefused",
+    "SamplingParams",
+    "StepOutput",
+    "StreamChunk",
+]
 
 _HOMES = {
     "Completion": "results",
+    "Encoder": "encoder",
+    "Encoding": "encoder",
     "Engine": "engine",
     "EngineError": "errors",
     "RequestRefused": "errors",

@@ -72,8 +72,9 @@ def attention_forward(
 
     Args:
         module: Who asks; names its layer.
-        query: [1, Hq, T, D], the model's dtype: the step's tokens, flattened.
-        key: [1, Hk, T, D]; of MLA the latent rows, [1, 1, T, C].
+        query: [1, Hq, T, D], the model's dtype: the step's tokens, flattened; or [n, Hq, T/n, D] of an encoder whose n
+            inputs are of one length.
+        key: [1, Hk, T, D]; of MLA the latent rows, [1, 1, T, C]; of cross attention the encoder's new rows.
         value: [1, Hk, T, Dv]; of MLA the rotated key rows, [1, 1, T, R].
         attention_mask: None: positions and lengths are the batch's.
         scaling: Compared with the layer's on the module's first call, as are window, cap and sinks among the rest.
@@ -81,7 +82,7 @@ def attention_forward(
         kwargs: What the model's family passes beside these.
 
     Returns:
-        [1, T, Hq, Dv], and no weights.
+        [1, T, Hq, Dv], or [n, T/n, Hq, Dv], and no weights.
 
     Raises:
         ContractViolation: No step of an engine is running in this thread.
@@ -96,8 +97,13 @@ def attention_forward(
     layer = step.layers.get(module)
     if layer is None or step.seen is not None or attention_mask is not None:
         layer = _check_call(step, module, query, key, value, scaling, {**kwargs, "attention_mask": attention_mask})
-    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    return step.attend(module, layer, q, k, v, step.batch).unsqueeze(0), None
+    out = step.attend(module, layer, _rows(query), _rows(key), _rows(value), step.batch)
+    return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]), None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return [n, H, S, D] as [n·S, H, D]: a view where n is 1."""
+    return x[0].transpose(0, 1) if x.shape[0] == 1 else x.transpose(1, 2).flatten(0, 1)
 
 
 def _check_call(

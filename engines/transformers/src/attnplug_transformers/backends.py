@@ -58,6 +58,8 @@ class Serving:
     translator: KVIndexTranslator
     table: RequestTable
     pool: KVPool
+    encoder_table: RequestTable | None = None
+    """Slots of the encoder's rows, by the rows of ``table``; None where no decoder reads an encoder."""
 
 
 def read_config(source: ConfigSource, *, page_size: int | None = None) -> AttentionConfig:
@@ -117,14 +119,22 @@ def build_serving(
     """
     pool_sizes = PoolSizes(
         num_pages=sizes.num_pages,
+        num_encoder_pages=sizes.num_encoder_pages,
         page_size=sizes.page_size,
         dtype=selection.kv_dtype,
         device=device,
         layout=selection.kv_layout,
     )
     pool = adapter.make_pool(spec, pool_sizes)
-    table = RequestTable(sizes.max_batch_size, sizes.max_context_len, sizes.page_size, device)
-    translator = KVIndexTranslator(pool, table.device_table)
+    width = sizes.limits.max_context_len
+    table = RequestTable(sizes.max_batch_size, width, sizes.page_size, device)
+    encoder = RequestTable(sizes.max_batch_size, width, sizes.page_size, device) if sizes.max_encoder_len else None
+    translator = KVIndexTranslator(
+        pool,
+        table.device_table,
+        encoder_req_to_token=None if encoder is None else encoder.device_table,
+        layer_spaces={one.layer_id: pool.space_of(one.layer_id) for one in spec.layers if one.reads_pool},
+    )
     env = BackendEnv(
         device=device,
         dtype=dtype,
@@ -143,13 +153,15 @@ def build_serving(
         assert selection.decision is not None  # select made both, or neither
         assert selection.manager is not None
         backend = build_attention_backends(spec, selection.decision, env, selection.manager).attn_backend
-    return Serving(backend, translator, table, pool)
+    return Serving(backend, translator, table, pool, encoder)
 
 
 def serves_mixed(backend: AttentionBackend, spec: ModelSpec) -> bool:
     """Return whether every layer's backend takes decode rows and prompt chunks in one step."""
     return all(
-        ForwardMode.MIXED in backend.unwrap(layer.layer_id, ForwardMode.MIXED).spec.modes for layer in spec.layers
+        ForwardMode.MIXED in backend.unwrap(layer.layer_id, ForwardMode.MIXED).spec.modes
+        for layer in spec.layers
+        if layer.reads_pool
     )
 
 

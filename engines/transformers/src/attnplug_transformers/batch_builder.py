@@ -14,6 +14,7 @@ from attnplug.batch import ForwardBatch
 from attnplug.kv.translator import KVIndexTranslator
 from attnplug.modes import ForwardMode
 
+from .encoder_batch import EncoderStep, encoder_fields, make_encoder_step
 from .pages import RequestTable
 from .scheduler import ScheduledRows, StepPlan
 
@@ -28,6 +29,8 @@ class StepInputs(NamedTuple):
     """[T] int64, device."""
     logits_rows: Tensor
     """[n] int64, device: the token rows after which a token is chosen."""
+    encoder: EncoderStep | None = None
+    """What the encoder does before it; None where it brings no new request of an encoder-decoder."""
 
 
 class BatchBuilder:
@@ -37,10 +40,18 @@ class BatchBuilder:
         table: Slots of the requests' positions.
         translator: Plans reads and writes of the pool.
         device: Where the batch is.
+        encoder_table: Slots of the encoder's rows, where the model has an encoder.
     """
 
-    def __init__(self, table: RequestTable, translator: KVIndexTranslator, device: torch.device) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        translator: KVIndexTranslator,
+        device: torch.device,
+        encoder_table: RequestTable | None = None,
+    ) -> None:
         self._table, self._translator, self._device = table, translator, device
+        self._encoder_table = encoder_table
 
     def build(self, plan: StepPlan) -> StepInputs:
         """Return a step's inputs; the device tensors are views of one buffer that nothing overwrites."""
@@ -69,6 +80,9 @@ class BatchBuilder:
         input_ids, positions, slots = device[:t], device[t : 2 * t], device[2 * t : 3 * t]
         row_ids = device[3 * t : 3 * t + b]
         extend = {} if is_decode else self._extend_fields(device[wide:].view(torch.int32), rows, counts, t)
+        requests, crossing = [row.request for row in rows], dict[str, Any]()
+        if self._encoder_table is not None:
+            crossing = encoder_fields(requests, self._encoder_table, self._device)
         batch = ForwardBatch(
             forward_mode=plan.mode,
             batch_size=b,
@@ -79,10 +93,16 @@ class BatchBuilder:
             max_seq_len=max(seq_lens),
             positions=positions,
             out_cache_loc=slots,
-            kv_loc_plan=self._translator.plan(req_pool_indices=row_ids, out_cache_loc=slots),
+            kv_loc_plan=self._translator.plan(
+                req_pool_indices=row_ids,
+                out_cache_loc=slots,
+                encoder_out_cache_loc=crossing.get("encoder_out_cache_loc"),
+            ),
             **extend,
+            **crossing,
         )
-        return StepInputs(batch, input_ids, device[3 * t + 2 * b : wide])
+        encoder = make_encoder_step(requests, self._translator, self._device) if crossing else None
+        return StepInputs(batch, input_ids, device[3 * t + 2 * b : wide], encoder)
 
     def _fill_decode(self, packed: npt.NDArray[np.int64], rows: list[ScheduledRows]) -> None:
         b = len(rows)

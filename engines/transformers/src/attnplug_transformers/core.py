@@ -74,6 +74,8 @@ class EngineCore:
         inputs = self._builder.build(plan)
         if self._num_slots is not None:
             inputs.batch.validate_values(num_slots=self._num_slots)
+            if inputs.encoder is not None:
+                inputs.encoder.batch.validate_values(num_slots=self._num_slots)
         logits = self._runner.run(inputs)
         sampling = [row.request for row in plan.rows if row.samples]
         if not sampling:
@@ -86,6 +88,7 @@ class EngineCore:
         for row in plan.rows:
             request, samples = row.request, row.samples
             request.num_computed += row.num_tokens
+            request.encoded = request.encoder is not None
             if not samples:
                 continue
             token = next(chosen)

@@ -24,11 +24,13 @@ from .backends import (
 from .batch_builder import BatchBuilder
 from .core import EngineCore
 from .detokenize import Tokenizer
+from .encoder_intake import EncoderIntake
+from .encoder_room import EncoderRoom
 from .intake import Intake
 from .loading import dtype_name, resolve_device, resolve_dtype
 from .loop import RequestLoop
 from .model_source import open_model
-from .model_spec import model_spec_from_config
+from .model_spec import encoder_len_of, model_spec_from_config, refuse_encoder
 from .pages import PageAllocator
 from .runner import ModelRunner
 from .scheduler import Scheduler, SchedulerLimits
@@ -47,8 +49,9 @@ class Engine(RequestLoop):
     step runs at a time; calls from several threads take turns.
 
     Args:
-        model: A causal language model of transformers, with its weights. Its generation config gives the end tokens
-            alone: how tokens are chosen is each call's to say.
+        model: A causal language model of transformers, or an encoder-decoder, with its weights. Its generation config
+            gives the end tokens, and those that a decoder after an encoder begins with, alone: how tokens are chosen is
+            each call's to say.
         tokenizer: For prompts given as texts, for ``Completion.text``, and for stop strings.
         attention: A configuration, its tables, or its file; None: the configuration ladder.
         device: Where the model must be; its own device by default.
@@ -59,7 +62,8 @@ class Engine(RequestLoop):
         chunk_size: Most prompt tokens of a step, by which long prompts let others go on; max_num_tokens by default.
         max_context_len: Most tokens of prompt and completion together; the model's by default.
         num_pages: Size of the KV pool.
-        kv_cache_bytes: The same, in bytes; by default 2 GiB on a CPU, and 80 % of what is free on a GPU.
+        num_encoder_pages: The same of the encoder space, where a decoder reads an encoder.
+        kv_cache_bytes: Both, in bytes; by default 2 GiB on a CPU, and 80 % of what is free on a GPU.
         backend_factory: Builds the backend in place of the configuration, for backends made by hand.
         check_batches: Check the values of each step's batch too, which synchronises.
 
@@ -81,6 +85,7 @@ class Engine(RequestLoop):
         chunk_size: int | None = None,
         max_context_len: int | None = None,
         num_pages: int | None = None,
+        num_encoder_pages: int | None = None,
         kv_cache_bytes: int | None = None,
         backend_factory: BackendFactory | None = None,
         check_batches: bool = False,
@@ -90,6 +95,7 @@ class Engine(RequestLoop):
         self.model = model
         self.device, self.dtype = model.device, model.dtype
         self.model_spec = model_spec_from_config(model.config, dtype=dtype_name(self.dtype))
+        refuse_encoder(self.model_spec)
         adapter = find_adapter(model.config.model_type, self.model_spec)
         if selection is None:
             config = read_config(attention, page_size=page_size)
@@ -106,6 +112,8 @@ class Engine(RequestLoop):
             max_context_len=max_context_len,
             num_pages=num_pages,
             kv_cache_bytes=kv_cache_bytes,
+            max_encoder_len=encoder_len_of(model.config),
+            num_encoder_pages=num_encoder_pages,
         )
         layers = adapter.make_layers(model, self.model_spec)
         model.train(False)
@@ -127,14 +135,20 @@ class Engine(RequestLoop):
             chunk_size=self.sizes.chunk_size,
             mixed=bridge.mixes and serves_mixed(self.backend, self.model_spec),
         )
-        self.scheduler = Scheduler(limits, self.pages, serving.table)
+        room, intake = None, Intake(model, tokenizer, self.sizes)
+        if serving.encoder_table is not None:
+            pages = PageAllocator(self.sizes.num_encoder_pages, self.sizes.page_size)
+            room = EncoderRoom(pages, serving.encoder_table, self.sizes.max_encoder_rows)
+            intake = EncoderIntake(model, tokenizer, self.sizes, adapter.feature_shape(model))
+        self.encoder_pages = None if room is None else room.pages
+        self.scheduler = Scheduler(limits, self.pages, serving.table, room)
         core = EngineCore(
             self.scheduler,
-            BatchBuilder(serving.table, serving.translator, self.device),
+            BatchBuilder(serving.table, serving.translator, self.device, serving.encoder_table),
             ModelRunner(model, bridge, self.backend),
             num_slots=serving.pool.num_slots if check_batches else None,
         )
-        super().__init__(core, Intake(model, tokenizer, self.sizes), tokenizer)
+        super().__init__(core, intake, tokenizer)
 
     @classmethod
     def from_pretrained(
@@ -150,6 +164,7 @@ class Engine(RequestLoop):
         chunk_size: int | None = None,
         max_context_len: int | None = None,
         num_pages: int | None = None,
+        num_encoder_pages: int | None = None,
         kv_cache_bytes: int | None = None,
         backend_factory: BackendFactory | None = None,
         check_batches: bool = False,
@@ -167,7 +182,8 @@ class Engine(RequestLoop):
             chunk_size: Most prompt tokens of a step.
             max_context_len: Most tokens of prompt and completion together.
             num_pages: Size of the KV pool.
-            kv_cache_bytes: The same, in bytes.
+            num_encoder_pages: The same of the encoder space.
+            kv_cache_bytes: Both, in bytes.
             backend_factory: Builds the backend in place of the configuration.
             check_batches: Check the values of each step's batch too.
 
@@ -179,6 +195,7 @@ class Engine(RequestLoop):
         source = open_model(os.fspath(path_or_id))
         wanted = resolve_dtype(dtype, where, source.stored_dtype())
         spec = source.model_spec(dtype_name(wanted))
+        refuse_encoder(spec)
         find_adapter(source.config().model_type, spec)  # As select, it refuses before any weight is read.
         selection = select(spec, config, where, backend_factory)
         loaded = source.load(dtype=wanted, device=where)
@@ -190,6 +207,7 @@ class Engine(RequestLoop):
             chunk_size=chunk_size,
             max_context_len=max_context_len,
             num_pages=num_pages,
+            num_encoder_pages=num_encoder_pages,
             kv_cache_bytes=kv_cache_bytes,
             backend_factory=backend_factory,
             check_batches=check_batches,

@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING, Any
 from attnplug.errors import UnsupportedModel
 from attnplug.model_spec import LayerSpec
 
+from .encoders import (
+    encoder_decoder_layers,
+    encoder_layers,
+    scaled_encoder_decoder_layers,
+    windowed_encoder_layers,
+)
 from .latent import latent_layers
 
 if TYPE_CHECKING:
@@ -25,6 +31,8 @@ LayersOf = Callable[["PretrainedConfig"], tuple[LayerSpec, ...]]
 FULL, SLIDING = "full_attention", "sliding_attention"
 DECODER = "attnplug_transformers.adapters.decoder:DecoderAdapter"
 LATENT = "attnplug_transformers.adapters.mla:MlaAdapter"
+ENCODER_DECODER = "attnplug_transformers.adapters.encoder_decoder:EncoderDecoderAdapter"
+WHISPER = "attnplug_transformers.adapters.encoder_decoder:WhisperAdapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,12 @@ class Family:
     layers: LayersOf
     adapter: str = DECODER
     """How their modules are served: ``module:attribute`` of an ``adapters.base.Adapter``, imported at its first use."""
+    auto_class: str = "AutoModelForCausalLM"
+    """The class of transformers that loads a checkpoint."""
+    context: str = "max_position_embeddings"
+    """The config's attribute with the most positions of a request; of an encoder-decoder, the decoder's."""
+    encoder_context: str = ""
+    """The config's attribute with the most rows of an encoder whose keys a decoder reads; empty where there is none."""
 
 
 _REGISTRY: dict[str, Family] = {}
@@ -57,6 +71,11 @@ def register_family(family: Family, *, replace: bool = False) -> None:
 def known_model_types() -> tuple[str, ...]:
     """Return every model type with a family: built in, registered, or announced by an installed distribution."""
     return tuple(sorted({*_REGISTRY, *(point.name for point in _announced())}))
+
+
+def families() -> tuple[Family, ...]:
+    """Return the families that are built in or registered, each once."""
+    return tuple(dict.fromkeys(_REGISTRY.values()))
 
 
 def find_family(model_type: str) -> Family | None:
@@ -215,5 +234,24 @@ for _family in (
     Family("granite with window and sinks", ("granite_swa", "granitemoe_swa"), _granite_sinks),
     Family("gpt-oss", ("gpt_oss",), _gpt_oss),
     Family("latent attention", _LATENT, latent_layers, adapter=LATENT),
+    Family(
+        "encoder-decoder",
+        ("bart", "mbart"),
+        encoder_decoder_layers,
+        adapter=ENCODER_DECODER,
+        auto_class="AutoModelForSeq2SeqLM",
+        encoder_context="max_position_embeddings",
+    ),
+    Family(
+        "speech encoder-decoder",
+        ("whisper",),
+        scaled_encoder_decoder_layers,
+        adapter=WHISPER,
+        auto_class="AutoModelForSpeechSeq2Seq",
+        context="max_target_positions",
+        encoder_context="max_source_positions",
+    ),
+    Family("encoder", ("bert",), encoder_layers, auto_class="AutoModel"),
+    Family("encoder with local windows", ("modernbert",), windowed_encoder_layers, auto_class="AutoModel"),
 ):
     register_family(_family)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.errors import ConfigError
 
 from .detokenize import TextStream, Tokenizer
+from .encoder_input import EncoderInput
 from .errors import RequestRefused
 from .request import EngineRequest
 from .sampling import SamplingParams
 from .sizes import EngineSizes
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 __all__ = ["Intake", "Prompt"]
 
-Prompt: TypeAlias = "str | Sequence[int]"
-"""A text, or token ids."""
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | Tensor"
+"""A text, or token ids; for an encoder-decoder what its encoder reads, see ``encoder_intake``."""
 
 
 class Intake:
@@ -65,13 +67,13 @@ class Intake:
         limits = _one_each(max_new_tokens, int, len(prompts), "max_new_tokens")
         params = _one_each(sampling or SamplingParams(), SamplingParams, len(prompts), "sampling")
         problems: dict[int, tuple[str, ...]] = {}
-        encoded: list[tuple[int, ...]] = []
+        read: list[tuple[tuple[int, ...], EncoderInput | None]] = []
         for place, (prompt, most, one) in enumerate(zip(prompts, limits, params)):
-            tokens, faults = self._encode(prompt)
+            tokens, encoder, faults = self._read(prompt)
             faults += self._faults(tokens, most, one) if not faults else []
             if faults:
                 problems[place] = tuple(faults)
-            encoded.append(tokens)
+            read.append((tokens, encoder))
         if problems:
             raise RequestRefused(problems, remedy="shorten or correct these prompts, or give the engine larger limits")
         return [
@@ -83,14 +85,20 @@ class Intake:
                 end_ids=frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self._end_ids),
                 max_len=self._sizes.max_context_len,
                 text=self._text_stream(one) if stream or one.stop else None,
+                encoder=encoder,
             )
-            for tokens, most, one in zip(encoded, limits, params)
+            for (tokens, encoder), most, one in zip(read, limits, params)
         ]
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         return None if self._tokenizer is None else TextStream(self._tokenizer, params.stop)
 
-    def _encode(self, prompt: Prompt) -> tuple[tuple[int, ...], list[str]]:
+    def _read(self, prompt: Prompt) -> tuple[tuple[int, ...], EncoderInput | None, list[str]]:
+        """Return the tokens before the first new one, what an encoder reads, and what is wrong with either."""
+        tokens, faults = self.encode(prompt)
+        return tokens, None, faults
+
+    def encode(self, prompt: Any) -> tuple[tuple[int, ...], list[str]]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 return (), ["it is a text, and this engine has no tokenizer; allowed: token ids"]
@@ -101,12 +109,7 @@ class Intake:
             return (), [f"it is {type(prompt).__name__}; allowed: a text, or a list of token ids"]
 
     def _faults(self, tokens: tuple[int, ...], max_new_tokens: int, params: SamplingParams) -> list[str]:
-        sizes, faults = self._sizes, []
-        if not tokens:
-            faults.append("it has no tokens; allowed: at least one")
-        strange = [token for token in tokens if not 0 <= token < self._vocabulary]
-        if strange:
-            faults.append(f"token {strange[0]} is outside the vocabulary; allowed: 0 … {self._vocabulary - 1}")
+        sizes, faults = self._sizes, self.token_faults(tokens)
         if max_new_tokens < 1:
             faults.append(f"max_new_tokens is {max_new_tokens}; allowed: at least 1")
         if len(tokens) >= sizes.max_context_len:
@@ -122,6 +125,13 @@ class Intake:
             )
         if params.stop and self._tokenizer is None:
             faults.append("it has stop strings, and this engine has no tokenizer; allowed: stop_token_ids")
+        return faults
+
+    def token_faults(self, tokens: tuple[int, ...]) -> list[str]:
+        faults = [] if tokens else ["it has no tokens; allowed: at least one"]
+        strange = [token for token in tokens if not 0 <= token < self._vocabulary]
+        if strange:
+            faults.append(f"token {strange[0]} is outside the vocabulary; allowed: 0 … {self._vocabulary - 1}")
         return faults
 
 

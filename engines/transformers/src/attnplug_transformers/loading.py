@@ -13,6 +13,7 @@ import torch
 
 from attnplug.errors import AttnplugError, ConfigError, UnsupportedModel
 
+from .families import find_family
 from .model_source import open_model
 from .model_spec import model_spec_from_config
 
@@ -25,6 +26,7 @@ __all__ = ["CheckpointSource", "LoadedModel", "dtype_name", "load_model", "resol
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_SECONDS = 10.0
+_ROW_HEADS = ("ForMaskedLM", "ForTokenClassification")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
@@ -151,7 +153,7 @@ class CheckpointSource:
         Raises:
             UnsupportedModel: Files are missing or damaged, or weights are missing from them.
         """
-        from transformers import AutoModelForCausalLM
+        import transformers
 
         spec = self.model_spec(dtype_name(dtype))
         options = self._options()
@@ -159,7 +161,7 @@ class CheckpointSource:
             options |= _dequantised()
         with self._faults("weights"):
             # With its config given, transformers does not parse the file once more: seconds, for a GGUF's vocabulary.
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = getattr(transformers, _auto_class(self.config())).from_pretrained(
                 self.where,
                 config=copy.deepcopy(self.config()),
                 dtype=dtype,
@@ -206,6 +208,16 @@ class CheckpointSource:
                 if self.tried
                 else "check that the files are complete, and that the installed transformers knows the architecture",
             ) from error
+
+
+def _auto_class(config: PretrainedConfig) -> str:
+    """Return the family's class; an encoder's heads that score every row are loaded where the checkpoint has one."""
+    family = find_family(config.model_type)
+    name = "AutoModelForCausalLM" if family is None else family.auto_class
+    if name != "AutoModel":
+        return name
+    saved = (getattr(config, "architectures", None) or [""])[0]
+    return next((f"AutoModel{head}" for head in _ROW_HEADS if saved.endswith(head)), name)
 
 
 def _hub_answers(model_id: str) -> bool:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from attnplug.errors import UnsupportedModel
 from attnplug.model_spec import LayerSpec, ModelSpec
 
-from .families import FULL, SLIDING, decoder_layers, find_family, known_model_types, layer_configs
+from .families import FULL, SLIDING, Family, decoder_layers, families, find_family, known_model_types, layer_configs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["model_spec_from_config", "model_spec_from_path"]
+__all__ = ["encoder_len_of", "model_spec_from_config", "model_spec_from_path", "refuse_decoder", "refuse_encoder"]
 
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _STRANGE = (
@@ -31,22 +31,45 @@ def model_spec_from_config(config: PretrainedConfig, *, dtype: str) -> ModelSpec
     """Return what a model asks of attention, layer by layer.
 
     Args:
-        config: A causal language model's config.
+        config: A config of a causal language model, an encoder-decoder or an encoder.
         dtype: torch's name of the activations' dtype, such as ``"bfloat16"``.
 
     Raises:
-        UnsupportedModel: No family reads this architecture, or the checkpoint is quantised, multimodal, an encoder or
-            an encoder-decoder; names what exists.
+        UnsupportedModel: No family reads this architecture, or the checkpoint is quantised or multimodal; names what
+            exists and how to add to it.
     """
-    _refuse_unservable(config)
     family = find_family(config.model_type)
+    _refuse_unservable(config, family)
     layers = _generic_layers(config) if family is None else tuple(family.layers(config))
     return ModelSpec(
         name=getattr(config, "name_or_path", "") or config.model_type,
         layers=layers,
         dtype=dtype,
-        max_context_len=_context_len(config),
+        max_context_len=_context_len(config, "max_position_embeddings" if family is None else family.context),
     )
+
+
+def encoder_len_of(config: PretrainedConfig) -> int:
+    """Return the most rows that a decoder reads of an encoder; 0 where its family names no encoder."""
+    family = find_family(config.model_type)
+    return _length(config, family.encoder_context) if family is not None and family.encoder_context else 0
+
+
+def refuse_encoder(spec: ModelSpec) -> None:
+    """Raise UnsupportedModel for a model that generates nothing: no layer of it keeps what it has read."""
+    if not any(layer.reads_pool for layer in spec.layers):
+        raise UnsupportedModel(
+            f"{spec.name} is an encoder, which generates nothing",
+            remedy="serve it with attnplug_transformers.Encoder, which gives hidden states",
+        )
+
+
+def refuse_decoder(spec: ModelSpec) -> None:
+    """Raise UnsupportedModel for a model with layers that keep what they read: its rows are not whole inputs."""
+    if any(layer.reads_pool for layer in spec.layers):
+        raise UnsupportedModel(
+            f"{spec.name} is no encoder: it generates", remedy="serve it with attnplug_transformers.Engine"
+        )
 
 
 def model_spec_from_path(path: str) -> ModelSpec | None:
@@ -65,7 +88,7 @@ def model_spec_from_path(path: str) -> ModelSpec | None:
     return source.model_spec(source.stored_dtype())
 
 
-def _refuse_unservable(config: PretrainedConfig) -> None:
+def _refuse_unservable(config: PretrainedConfig, family: Family | None) -> None:
     name, faults = config.model_type, []
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
@@ -74,12 +97,15 @@ def _refuse_unservable(config: PretrainedConfig) -> None:
             faults.append(f"its weights are quantised ({method}); allowed: float32, bfloat16, float16, or a .gguf file")
     if _is_composite(config):
         faults.append("it is multimodal (a config inside a config); allowed: text alone, as gemma3_text")
-    if getattr(config, "is_encoder_decoder", False):
-        faults.append("it is an encoder-decoder; allowed: decoders")
+    remedy = "load the text model of an unquantised checkpoint, and save that with save_pretrained"
+    if getattr(config, "is_encoder_decoder", False) and (family is None or not family.encoder_context):
+        known = ", ".join(sorted(one.model_types[0] for one in families() if one.encoder_context))
+        faults.append(f"it is an encoder-decoder, and no family with an adapter for one reads it; there are: {known}")
+        remedy = "add a Family with encoder_context and an adapter (see docs/models.md)"
     if faults:
         raise UnsupportedModel(
             f"{name} model {getattr(config, 'name_or_path', '')!r} cannot be served: " + "; ".join(faults),
-            remedy="load the text model of an unquantised checkpoint, and save that with save_pretrained",
+            remedy=remedy,
         )
 
 
@@ -143,22 +169,27 @@ def _uses_attention_interface(config: PretrainedConfig) -> bool:
     return bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_supports_attention_backend", False))
 
 
-def _context_len(config: PretrainedConfig) -> int:
+def _context_len(config: PretrainedConfig, attribute: str) -> int:
     """Return the most positions a request may have.
 
     'dynamic' and 'longrope' choose their frequencies by the longest request of a batch, so beyond the original length
     one request would change another's tokens: the original length is the limit.
     """
-    length = getattr(config, "max_position_embeddings", None)
-    if not isinstance(length, int) or length < 1:
-        raise UnsupportedModel(
-            f"{config.model_type}: max_position_embeddings is {length!r}; allowed: a positive number",
-            remedy="set it in config.json to the longest context the model was trained for",
-        )
+    length = _length(config, attribute)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
         original = rope.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
         )
         return min(length, int(original)) if original else length
+    return length
+
+
+def _length(config: PretrainedConfig, attribute: str) -> int:
+    length = getattr(config, attribute, None)
+    if not isinstance(length, int) or length < 1:
+        raise UnsupportedModel(
+            f"{config.model_type}: {attribute} is {length!r}; allowed: a positive number",
+            remedy="set it in config.json to the longest context the model was trained for",
+        )
     return length

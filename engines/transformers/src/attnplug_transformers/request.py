@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from .detokenize import TextStream
+from .encoder_input import EncoderInput
 from .results import FinishReason
 from .sampling import SamplingParams
 
@@ -17,7 +18,7 @@ class RequestStatus(Enum):
     """Where a request is."""
 
     WAITING = "waiting"
-    """Holds no row and no pages."""
+    """Holds no row and no pages; after a preemption, still those of its encoder."""
     RUNNING = "running"
     """Holds a row of ``req_to_token`` and pages."""
     FINISHED = "finished"
@@ -42,6 +43,12 @@ class EngineRequest:
     num_computed: int = 0
     """How many of the tokens have their keys and values in the pool."""
     pages: list[int] = field(default_factory=list)
+    encoder: EncoderInput | None = None
+    """What its encoder reads; None where the model has none."""
+    encoder_pages: list[int] = field(default_factory=list)
+    """Pages of the encoder space, from admission to its end; a preemption keeps them."""
+    encoded: bool = False
+    """Whether the encoder's keys and values are in the pool."""
     row: int = 0
     """Row of ``req_to_token``; 0 while it waits."""
     status: RequestStatus = RequestStatus.WAITING

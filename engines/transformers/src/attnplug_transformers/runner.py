@@ -43,6 +43,9 @@ class ModelRunner:
         batch = inputs.batch
         keep = {"logits_to_keep": inputs.logits_rows} if self._keeps_logits else {}
         with torch.inference_mode(), self.bridge.serve(batch), forward_context(self._context):
+            if inputs.encoder is not None:
+                self.backend.init_forward_metadata(inputs.encoder.batch)
+                self.bridge.encode(inputs.encoder)
             self.backend.init_forward_metadata(batch)
             output = self.model(**self.bridge.inputs(inputs), **keep)
             logits: Tensor = output.logits[0]

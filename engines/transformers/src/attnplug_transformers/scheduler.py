@@ -9,6 +9,7 @@ from typing import NamedTuple
 from attnplug.errors import OutOfPages
 from attnplug.modes import ForwardMode
 
+from .encoder_room import EncoderRoom
 from .pages import PageAllocator, RequestTable
 from .request import EngineRequest, RequestStatus
 from .results import FinishReason
@@ -60,6 +61,8 @@ class Scheduler:
     limits: SchedulerLimits
     pages: PageAllocator
     table: RequestTable
+    encoder: EncoderRoom | None = None
+    """Of a model whose decoder reads an encoder."""
     waiting: deque[EngineRequest] = field(default_factory=deque)
     running: list[EngineRequest] = field(default_factory=list)
     """In the order of admission."""
@@ -108,6 +111,8 @@ class Scheduler:
         else:
             self.running.remove(request)
             self._release(request)
+        if self.encoder is not None:
+            self.encoder.release(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.error = reason, error
 
@@ -144,22 +149,26 @@ class Scheduler:
 
     def _chunks(self, num_decodes: int) -> list[ScheduledRows]:
         budget = min(self.limits.chunk_size, self.limits.max_num_tokens - num_decodes)
-        rows = []
+        rows, encoder_rows = [], 0 if self.encoder is None else self.encoder.max_rows
         for request in self.running:
             if budget and not request.is_decoding:
                 rows.append(self._chunk(request, budget))
                 budget -= rows[-1].num_tokens
-        while budget and self.waiting and self._admit(self.waiting[0]):
+        while budget and self.waiting and self._admit(self.waiting[0], encoder_rows):
             rows.append(self._chunk(self.running[-1], budget))
             budget -= rows[-1].num_tokens
+            if self.encoder is not None:
+                encoder_rows -= self.encoder.assign(self.running[-1])
         return rows
 
     def _chunk(self, request: EngineRequest, budget: int) -> ScheduledRows:
         return ScheduledRows(request, request.num_computed, min(budget, request.num_pending))
 
-    def _admit(self, request: EngineRequest) -> bool:
+    def _admit(self, request: EngineRequest, encoder_rows: int) -> bool:
         """Give the head of the queue its row and pages, if they are free."""
         if len(self.running) >= self.limits.max_batch_size or not self.table.num_free_rows:
+            return False
+        if self.encoder is not None and not self.encoder.admits(request, encoder_rows):
             return False
         needed = self.pages.pages_for(len(request.tokens))
         # One page for each running request stays free, or its next page would preempt the newcomer at once.

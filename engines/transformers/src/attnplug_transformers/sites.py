@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -10,7 +10,7 @@ from attnplug.errors import UnsupportedModel
 from attnplug.layer import AttentionLayer
 from attnplug.model_spec import LayerSpec, ModelSpec
 
-__all__ = ["attention_modules", "make_layers"]
+__all__ = ["attention_modules", "make_layers", "pair_layers"]
 
 _SHOWN = 8
 _NAMES = ("Attention", "MLA")
@@ -22,7 +22,23 @@ def make_layers(model: nn.Module, spec: ModelSpec) -> dict[nn.Module, AttentionL
     Raises:
         UnsupportedModel: The modules are not what the spec says, which would be a wrong answer; names every difference.
     """
-    modules = attention_modules(model)
+    return pair_layers(model, spec, attention_modules(model))
+
+
+def pair_layers(
+    model: nn.Module, spec: ModelSpec, modules: Mapping[int, nn.Module], *, compare_scaling: bool = True
+) -> dict[nn.Module, AttentionLayer]:
+    """Make the AttentionLayer of each of some modules.
+
+    Args:
+        model: Whose they are, for messages.
+        spec: What the layers should be.
+        modules: By layer, in a numbering that the caller decides: in a model of two stacks each has a layer 0.
+        compare_scaling: Whether a module's ``scaling`` is its factor on q·k; else only its first call tells.
+
+    Raises:
+        UnsupportedModel: The modules are not what the spec says; names every difference.
+    """
     described, found = {layer.layer_id for layer in spec.layers}, set(modules)
     faults = []
     if described != found:
@@ -30,6 +46,8 @@ def make_layers(model: nn.Module, spec: ModelSpec) -> dict[nn.Module, AttentionL
     for layer in spec.layers:
         if layer.layer_id in modules:
             for name, has, said in _differences(modules[layer.layer_id], layer):
+                if name == "scaling" and not compare_scaling:
+                    continue
                 faults.append(f"layer {layer.layer_id}: {name} is {has} in the model, {said} in its ModelSpec")
     if faults:
         more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
@@ -61,7 +79,7 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
             raise UnsupportedModel(
                 f"{type(model).__name__} has two attention modules of layer {layer_id}: "
                 f"{type(modules[layer_id]).__name__} and {type(module).__name__}",
-                remedy="this engine serves models with one stack of attention",
+                remedy="name an adapter in its family that numbers its stacks (see docs/models.md)",
             )
         modules[layer_id] = module
     return modules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -30,14 +31,23 @@ class EngineSizes:
     max_context_len: int
     page_size: int
     num_pages: int
+    max_encoder_len: int = 0
+    """Rows of one input of an encoder whose keys a decoder reads; 0 where there is none."""
+    num_encoder_pages: int = 0
+    """Of the encoder space."""
+
+    @property
+    def max_encoder_rows(self) -> int:
+        """Encoder rows of a step: at least one input's."""
+        return max(self.max_num_tokens, self.max_encoder_len) if self.max_encoder_len else 0
 
     @property
     def limits(self) -> Limits:
         """What backends size their buffers by."""
         return Limits(
             max_batch_size=self.max_batch_size,
-            max_num_tokens=self.max_num_tokens,
-            max_context_len=self.max_context_len,
+            max_num_tokens=max(self.max_num_tokens, self.max_encoder_rows),
+            max_context_len=max(self.max_context_len, self.max_encoder_len),
         )
 
 
@@ -53,8 +63,10 @@ def choose_sizes(
     max_context_len: int | None,
     num_pages: int | None,
     kv_cache_bytes: int | None,
+    max_encoder_len: int = 0,
+    num_encoder_pages: int | None = None,
 ) -> EngineSizes:
-    """Check the sizes asked for and choose the others.
+    """Check the sizes asked for and choose the others; bytes are shared out between spaces by what all requests need.
 
     Raises:
         ConfigError: Naming every size that cannot be.
@@ -67,6 +79,7 @@ def choose_sizes(
         "chunk_size": chunk,
         "max_context_len": context,
         "num_pages": 1 if num_pages is None else num_pages,
+        "num_encoder_pages": 1 if num_encoder_pages is None else num_encoder_pages,
     }
     faults = [f"{name} is {value}; allowed: at least 1" for name, value in asked.items() if value < 1]
     if context > spec.max_context_len:
@@ -75,14 +88,24 @@ def choose_sizes(
         faults.append(f"max_num_tokens is {max_num_tokens}; allowed: at least max_batch_size, {max_batch_size}")
     if num_pages is not None and kv_cache_bytes is not None:
         faults.append("num_pages and kv_cache_bytes are both given; allowed: one of them")
-    page_bytes = page_size * sum(_bytes_per_token(layer, kv_dtype) for layer in spec.layers)
-    pages_for_all = max_batch_size * -(-context // page_size)
+    if num_encoder_pages is not None and not max_encoder_len:
+        faults.append(f"num_encoder_pages is {num_encoder_pages}, and this model's decoder reads no encoder")
+    spaces = [_Space.of(spec, page_size, kv_dtype, max_batch_size * -(-context // page_size), crossing=False)]
+    if max_encoder_len:
+        most = max_batch_size * -(-max_encoder_len // page_size)
+        spaces.append(_Space.of(spec, page_size, kv_dtype, most, crossing=True))
     if num_pages is None:
         budget = _free_bytes(device) if kv_cache_bytes is None else kv_cache_bytes
+        share = min(1.0, budget / max(1, sum(one.nbytes for one in spaces)))
         # One page more is the sink's.
-        num_pages = min(pages_for_all, budget // page_bytes - 1)
-        if num_pages < 1:
-            faults.append(f"the KV pool may have {budget} bytes; allowed: at least two pages of {page_bytes} bytes")
+        counts = [min(one.pages, int(share * one.nbytes) // one.page_bytes - 1) for one in spaces]
+        num_pages = counts[0]
+        num_encoder_pages = counts[-1] if num_encoder_pages is None else num_encoder_pages
+        if min(counts) < 1:
+            least = " and ".join(str(one.page_bytes) for one in spaces)
+            faults.append(f"the KV pool may have {budget} bytes; allowed: at least two pages of {least} bytes")
+    elif num_encoder_pages is None:
+        num_encoder_pages = spaces[-1].pages
     if faults:
         raise ConfigError("; ".join(faults), key="engine", remedy="correct the Engine's arguments")
     return EngineSizes(
@@ -92,7 +115,26 @@ def choose_sizes(
         max_context_len=context,
         page_size=page_size,
         num_pages=num_pages,
+        max_encoder_len=max_encoder_len,
+        num_encoder_pages=num_encoder_pages if max_encoder_len else 0,
     )
+
+
+class _Space(NamedTuple):
+    """An id space of the pool."""
+
+    page_bytes: int
+    pages: int
+    """With which every request of a full batch has all it can use."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, page_size: int, dtype: torch.dtype, pages: int, *, crossing: bool) -> _Space:
+        layers = [layer for layer in spec.layers if layer.is_cross_attention is crossing]
+        return cls(page_size * sum(_bytes_per_token(layer, dtype) for layer in layers), pages)
+
+    @property
+    def nbytes(self) -> int:
+        return self.page_bytes * (self.pages + 1)
 
 
 def _bytes_per_token(layer: LayerSpec, dtype: torch.dtype) -> int:

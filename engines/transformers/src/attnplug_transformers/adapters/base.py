@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from attnplug.batch import ForwardBatch
+from attnplug.errors import ContractViolation
 from attnplug.kv.pools import KVPool
 from attnplug.layer import AttentionLayer
 from attnplug.model_spec import ModelSpec
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from ..backends import Serving
     from ..batch_builder import StepInputs
+    from ..encoder_batch import EncoderStep
     from ..sizes import EngineSizes
 
 __all__ = ["Adapter", "Bridge", "PoolSizes"]
@@ -37,6 +39,8 @@ class PoolSizes:
     page_size: int
     dtype: torch.dtype
     device: torch.device
+    num_encoder_pages: int = 0
+    """Of the encoder space; 0 where the model has none."""
     layout: str
     """'NHD' or 'HND', as the backends agreed; pools that know one layout have theirs."""
 
@@ -55,6 +59,17 @@ class Bridge(ABC):
 
         On leaving it, also by an exception, the model is as its owner left it.
         """
+
+    def encode(self, step: EncoderStep) -> None:
+        """Run the encoder over new requests' inputs, before ``inputs`` is asked; in the context of ``serve``.
+
+        Raises:
+            ContractViolation: This bridge knows no encoder.
+        """
+        raise ContractViolation(
+            f"{type(self).__name__} was given {len(step.inputs)} inputs of an encoder, and bridges none",
+            remedy="give the family an adapter whose bridge encodes",
+        )
 
     def inputs(self, step: StepInputs) -> dict[str, Any]:
         """Return the arguments of the model's forward, beside ``logits_to_keep``."""
@@ -86,6 +101,10 @@ class Adapter(ABC):
             UnsupportedModel: The modules are not what the spec says.
         """
         return make_layers(model, spec)
+
+    def feature_shape(self, model: PreTrainedModel) -> tuple[int, ...] | None:
+        """Return the shape of one input of the encoder; None where tokens go in, or there is no encoder."""
+        return None
 
     @abstractmethod
     def make_bridge(
