@@ -154,11 +154,19 @@ class GraphBench(Bench):
     def _stale(self, step: Step, failure: Failure) -> Failure:
         fields = self.check_metadata(step)
         if not fields:
-            return failure
+            return self._beside_eager(step, failure)
         return Failure(
             f"{failure}; the replay's metadata differs from an eager step's in {', '.join(fields)}",
             fault=f"metadata not refreshed: {fields[0].rpartition('.')[2]}",
         )
+
+    def _beside_eager(self, step: Step, failure: Failure) -> Failure:
+        """Return a replay's failure, which is the graph's own where the same step is right when it runs eagerly."""
+        try:
+            self.prove(step)
+        except Failure:
+            return failure
+        return Failure(f"{failure}; run eagerly, the same step is right", fault="replay differs from eager")
 
     def _buffers(self) -> Sequence[Tensor]:
         count = range(len(self.world.layers))

@@ -44,6 +44,13 @@ def misreadings(world: World, step: Step, index: int, true: list[Problem]) -> It
         )
     if step.trees:
         yield from _trees(step, true)
+    latent = world.case.layers[index].latent
+    if latent and true[0].q.shape[-1] == latent + world.case.layers[index].rope:
+        for part, kept in (("rope", slice(0, latent)), ("latent", slice(latent, None))):
+            only = [one._replace(q=torch.zeros_like(one.q)) for one in true]
+            for cut, one in zip(only, true, strict=True):
+                cut.q[..., kept] = one.q[..., kept]
+            yield Misreading(f"{part} part forgotten", "scores are of both parts: q_nope·latent + q_rope·k_rope", only)
 
 
 def _trees(step: Step, true: list[Problem]) -> Iterator[Misreading]:

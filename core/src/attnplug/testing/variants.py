@@ -66,6 +66,10 @@ def variants(rules: Rules, layer: LayerCase, *, has_tree: bool) -> Iterator[Vari
     usual = 1.0 / math.sqrt(layer.dim)
     yield one("scaling ignored", "scores are q·k · layer.scaling", scaling=1.0)
     yield one("scaling of its own", f"uses 1/√D = {usual:.4f}; layer.scaling is {rules.scaling}", scaling=usual)
+    if layer.latent:
+        width = layer.latent + layer.rope
+        own = 1.0 / math.sqrt(width)
+        yield one("scaling of its own", f"uses 1/√(C + R) = {own:.4f}; layer.scaling is {rules.scaling}", scaling=own)
     yield one("scaling applied twice", "scores are q·k · layer.scaling, once", scaling=rules.scaling**2)
     if layer.heads > layer.kv_heads > 1:
         yield one("wrong GQA grouping", "query head h reads KV head h // group", grouping="interleaved")

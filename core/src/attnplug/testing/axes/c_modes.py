@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...modes import ForwardMode
-from ...spec import Feature
+from ...modes import ForwardMode, MlaForm
+from ...spec import Feature, Kind
 from ..case import Case, LayerCase
 from ..plan import Plan
 from ..subject import WRAPPERS
+from .a_semantics import mla_cases
 from .axis import Axis, Check, oracle_check
 from .c_steps import (
     chunked,
@@ -41,6 +42,8 @@ def _cases(plan: Plan) -> Iterator[Case]:
             for mask in plan.verify_forms() if mode.is_target_verify else ("",):
                 yield from _product(plan, mode, mask)
         yield from _identities(plan)
+    if Kind.MLA in plan.spec.kinds:
+        yield from _latent(plan)
     if ForwardMode.IDLE in plan.spec.modes and plan.softmax:
         yield plan.case("C", "idle", ForwardMode.IDLE, queries=(), prefix=())
         yield plan.case("C", "idle", ForwardMode.IDLE, queries=(), prefix=(), pad=3)
@@ -68,6 +71,24 @@ def _product(plan: Plan, mode: ForwardMode, mask: str) -> Iterator[Case]:
         yield plan.case("C", "wrapped", mode, layers[0], mask=mask, wrap="two_batch", lse=True)
     one = plan.case("C", "wrapped", mode, layers[0], mask=mask, wrap="two_batch")
     yield one.replace(queries=one.queries[:1], prefix=one.prefix[:1])
+
+
+def _latent(plan: Plan) -> Iterator[Case]:
+    """MLA where a step is not the plain one: nothing stored, padding, parts, trees."""
+    for case in mla_cases(plan, "C", "no_save", save=False):
+        if case.mla != MlaForm.CHUNKED_PREFIX.value:
+            yield case
+    for case in mla_cases(plan, "C", "mode"):
+        if case.mla != MlaForm.ABSORBED.value:
+            continue
+        if case.mode in _UNIFORM:
+            yield case.replace(check="padded", pad=3)
+        if case.mode is ForwardMode.DECODE:
+            yield case.replace(check="sliced")
+            yield case.replace(check="wrapped", wrap="two_batch")
+        if case.mode is ForwardMode.TARGET_VERIFY:
+            for mask in plan.verify_forms()[1:]:
+                yield case.replace(mask=mask)
 
 
 def _layers(plan: Plan, mode: ForwardMode) -> Iterator[Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from ...modes import ForwardMode
+from ...modes import ForwardMode, MlaForm
 from ...spec import Feature, Kind
 from ..case import Case
 from ..plan import Plan
@@ -41,6 +42,18 @@ def _cases(plan: Plan) -> Iterator[Case]:
         if plan.has(Feature.LSE):
             for case in mla_cases(plan, "H", "lse"):
                 yield case.replace(lse=True)
+        if plan.has(Feature.KV_SCALES):
+            yield from _latent_scales(plan)
+
+
+def _latent_scales(plan: Plan) -> Iterator[Case]:
+    """Latent rows are stored by k_scale, keys and values alike; a v_scale of another value is nobody's."""
+    for kv_dtype in plan.fp8_dtypes:
+        for case in mla_cases(plan, "H", "fp8", kv_dtype=kv_dtype):
+            layer = replace(case.layers[0], k_scale=0.37, v_scale=1.7)
+            if case.mla == MlaForm.ABSORBED.value and case.mode in _MODES:
+                yield case.with_layers([layer])
+                yield case.with_layers([layer]).replace(save=False)
 
 
 def _dtype(plan: Plan, mode: ForwardMode, dtype: str) -> Iterator[Case]:
