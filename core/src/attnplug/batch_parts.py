@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,16 +67,60 @@ def slice_batch(batch: ForwardBatch, start: int, stop: int) -> ForwardBatch:
     )
 
 
-def pad_batch(batch: ForwardBatch, batch_size: int, *, seq_len_fill: int, sink_slot: int) -> ForwardBatch:
-    """Return the batch with padding requests; see ``ForwardBatch.pad``. Uniform query widths only."""
-    extra = batch_size - batch.batch_size
-    if extra == 0:
-        return batch
-    widths = set(batch.query_lens_cpu)
+class Padding(NamedTuple):
+    """How a batch of uniform query width grows to a size."""
+
+    extra: int
+    """Padding requests to add."""
+    width: int
+    """Queries of each."""
+    seq_len: int
+    """What ``seq_lens`` holds for each."""
+
+
+def padding_of(batch: ForwardBatch, batch_size: int, *, seq_len_fill: int) -> Padding:
+    """Return how to pad a batch to a size.
+
+    Raises:
+        BatchError: The batch is larger, or its query widths differ.
+    """
+    extra, widths = batch_size - batch.batch_size, set(batch.query_lens_cpu)
     if extra < 0 or len(widths) > 1:
         raise BatchError([f"cannot pad {batch.batch_size} requests with query widths {sorted(widths)} to {batch_size}"])
     # Of no request the width is the draft window's, where there is one.
     width = widths.pop() if widths else (batch.spec_info.draft_token_num if batch.spec_info else 1)
+    # Under target-verify seq_lens leaves the window out; elsewhere it holds the padding row's queries too.
+    return Padding(extra, width, seq_len_fill if batch.forward_mode.is_target_verify else max(seq_len_fill, width))
+
+
+def padded_numbers(batch: ForwardBatch, padding: Padding) -> dict[str, Any]:
+    """Return a padded batch's host fields, by name."""
+    extra, width, fill = padding
+
+    def grow(t: tuple[int, ...] | None, value: int) -> tuple[int, ...] | None:
+        return None if t is None else t + (value,) * extra
+
+    mirror = batch.seq_lens_cpu
+    return {
+        "batch_size": batch.batch_size + extra,
+        "num_padding": batch.num_padding + extra,
+        "seq_lens_cpu": None if mirror is None else torch.cat([mirror, mirror.new_full((extra,), fill)]),
+        "seq_lens_sum": batch.seq_lens_sum + extra * fill,
+        "max_seq_len": max(batch.max_seq_len, fill),
+        "extend_seq_lens_cpu": grow(batch.extend_seq_lens_cpu, width),
+        "extend_prefix_lens_cpu": grow(batch.extend_prefix_lens_cpu, fill - width),
+        "extend_num_tokens": batch.extend_num_tokens + extra * width if batch.extend_seq_lens is not None else 0,
+        "encoder_lens_cpu": grow(batch.encoder_lens_cpu, 0),
+        "encoder_new_lens_cpu": grow(batch.encoder_new_lens_cpu, 0),
+    }
+
+
+def pad_batch(batch: ForwardBatch, batch_size: int, *, seq_len_fill: int, sink_slot: int) -> ForwardBatch:
+    """Return the batch with padding requests; see ``ForwardBatch.pad``. Uniform query widths only."""
+    if batch_size == batch.batch_size:
+        return batch
+    padding = padding_of(batch, batch_size, seq_len_fill=seq_len_fill)
+    extra, width, fill = padding
 
     def grow(t: torch.Tensor, count: int, fill: int) -> torch.Tensor:
         return torch.cat([t, torch.full((count,), fill, dtype=t.dtype, device=t.device)])
@@ -83,13 +128,6 @@ def pad_batch(batch: ForwardBatch, batch_size: int, *, seq_len_fill: int, sink_s
     def grow_opt(t: torch.Tensor | None, fill: int) -> torch.Tensor | None:
         return None if t is None else grow(t, extra, fill)
 
-    def grow_host(t: tuple[int, ...] | None, fill: int) -> tuple[int, ...] | None:
-        return None if t is None else t + (fill,) * extra
-
-    # Under target-verify seq_lens leaves the window out; elsewhere it holds the padding row's queries too.
-    fill = seq_len_fill if batch.forward_mode.is_target_verify else max(seq_len_fill, width)
-    tokens = batch.num_tokens
-    extending = batch.extend_seq_lens is not None
     plan = batch.kv_loc_plan
     if plan is not None:
         writes = {
@@ -105,29 +143,20 @@ def pad_batch(batch: ForwardBatch, batch_size: int, *, seq_len_fill: int, sink_s
             track_slots=grow_opt(state.track_slots, -1),
             track_lens=grow_opt(state.track_lens, 0),
         )
+    starts = batch.extend_start_loc
+    if starts is not None:
+        more = width * torch.arange(extra, dtype=torch.int32, device=batch.device)
+        starts = torch.cat([starts, batch.num_tokens + more])
     return batch.replace(
-        batch_size=batch_size,
-        num_padding=batch.num_padding + extra,
+        **padded_numbers(batch, padding),
         req_pool_indices=grow(batch.req_pool_indices, extra, 0),
         seq_lens=grow(batch.seq_lens, extra, fill),
-        seq_lens_cpu=None if batch.seq_lens_cpu is None else grow(batch.seq_lens_cpu, extra, fill),
-        seq_lens_sum=batch.seq_lens_sum + extra * fill,
-        max_seq_len=max(batch.max_seq_len, fill),
         positions=grow(batch.positions, extra * width, 0),
         out_cache_loc=grow(batch.out_cache_loc, extra * width, sink_slot),
         extend_seq_lens=grow_opt(batch.extend_seq_lens, width),
         extend_prefix_lens=grow_opt(batch.extend_prefix_lens, fill - width),
-        extend_start_loc=torch.cat(
-            [batch.extend_start_loc, tokens + width * torch.arange(extra, dtype=torch.int32, device=batch.device)]
-        )
-        if batch.extend_start_loc is not None
-        else None,
-        extend_seq_lens_cpu=grow_host(batch.extend_seq_lens_cpu, width),
-        extend_prefix_lens_cpu=grow_host(batch.extend_prefix_lens_cpu, fill - width),
-        extend_num_tokens=batch.extend_num_tokens + extra * width if extending else 0,
+        extend_start_loc=starts,
         encoder_lens=grow_opt(batch.encoder_lens, 0),
-        encoder_lens_cpu=grow_host(batch.encoder_lens_cpu, 0),
-        encoder_new_lens_cpu=grow_host(batch.encoder_new_lens_cpu, 0),
         spec_info=_pad_spec_info(batch, extra, fill),
         kv_loc_plan=plan,
         state=state,

@@ -184,6 +184,14 @@ def test_ragged_verify_needs_a_backend_that_supports_it() -> None:
     assert graphs.can_run(short) == []
 
 
+def test_a_part_of_a_verify_batch_stays_eager() -> None:
+    world = GraphWorld()
+    graphs = runner(world, TableBackend(world.env), width=3)
+    _, batch = world.step(VERIFY, [7, 9], [3, 3])
+    assert graphs.can_run(batch) == []
+    assert "from row 1 of its mask" in graphs.can_run(batch.slice(1, 2))[0]
+
+
 def test_inputs_that_differ_from_the_capture_s_are_refused_by_name() -> None:
     world = GraphWorld()
     backend = TableBackend(world.env)

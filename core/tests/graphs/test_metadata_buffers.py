@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
+from pydantic import BaseModel
 
-from attnplug.errors import ConfigError, ContractViolation
+from attnplug.batch import ForwardBatch, LinearState
+from attnplug.errors import BatchError, ConfigError, ContractViolation
 from attnplug.graphs.buckets import batch_buckets, bucket_for, token_buckets
 from attnplug.graphs.buffers import BatchBuffers
 from attnplug.graphs.metadata_buffers import BufferSpec, FixedBuffers, FreshBuffers, GraphBufferSets
 from attnplug.graphs.pointers import metadata_tensors
 from attnplug.modes import ForwardMode, KVSpace
+from attnplug.spec_info import SpecInfo
 
 from .graph_world import GraphWorld
 from .table_backend import TableBackend
@@ -74,23 +81,86 @@ def test_groups_have_sets_of_their_own_and_the_batch_decides_which_kind() -> Non
         sets.reserve(("b",), SPECS)
 
 
-@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
-def test_a_loaded_batch_equals_the_padded_one_in_every_field(mode: ForwardMode) -> None:
-    world = GraphWorld()
-    new = [2, 2] if mode.is_target_verify else [1, 1]
+def _everything(mode: ForwardMode, lens: list[int]) -> ForwardBatch:
+    """A batch with every optional field that the mode may have."""
+    width = 1 if mode.is_decode else 2
+    _, batch = GraphWorld().step(mode, lens, [width] * len(lens))
+    b = batch.batch_size
+    extra: dict[str, Any] = {
+        "state": LinearState(
+            slots=torch.arange(1, b + 1, dtype=torch.int32),
+            has_initial_state=torch.ones(b, dtype=torch.bool),
+            track_slots=torch.arange(1, b + 1, dtype=torch.int32),
+            track_lens=torch.ones(b, dtype=torch.int64),
+        ),
+        "encoder_lens": torch.full((b,), 4),
+        "encoder_lens_cpu": (4,) * b,
+        "encoder_new_lens_cpu": (0,) * b,
+    }
+    if width > 1:
+        parents = torch.tensor([[-1, 0]]).repeat(b, 1)
+        extra["spec_info"] = SpecInfo(
+            2, parents=parents, accept_lens=torch.ones(b, dtype=torch.int32), mask_seq_lens=batch.seq_lens
+        )
+    return batch.replace(**extra)
+
+
+def _same(path: str, a: Any, b: Any) -> None:
+    if isinstance(b, torch.Tensor):
+        assert torch.equal(a, b), path
+        assert a.dtype == b.dtype, path
+    elif isinstance(b, Mapping):
+        assert a.keys() == b.keys(), path
+        for key in b:
+            _same(f"{path}[{key}]", a[key], b[key])
+    elif dataclasses.is_dataclass(b):
+        for one in dataclasses.fields(b):
+            _same(f"{path}.{one.name}", getattr(a, one.name), getattr(b, one.name))
+    elif isinstance(b, BaseModel):
+        for name in type(b).model_fields:
+            if name != "uses_graph_buffers":
+                _same(f"{path}.{name}", getattr(a, name), getattr(b, name))
+    else:
+        assert a == b, path
+
+
+@pytest.mark.parametrize("pad_to", [2, 4])
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND])
+def test_a_loaded_batch_equals_the_padded_one_in_every_field(mode: ForwardMode, pad_to: int) -> None:
     buffers = BatchBuffers(4, 8, CPU, draft_token_num=2)
-    buffers.load(world.step(mode, [9] * 4, new * 2)[1])
-    _, batch = world.step(mode, [5, 7], new)
-    view, padded = buffers.load(batch, pad_to=4, seq_len_fill=1), batch.pad(4, seq_len_fill=1)
+    buffers.load(_everything(mode, [9] * 4))
+    batch = _everything(mode, [5, 7])
+    view, padded = buffers.load(batch, pad_to=pad_to, seq_len_fill=1), batch.pad(pad_to, seq_len_fill=1)
+    plan = padded.kv_loc_plan
+    assert plan is not None
+    _same("batch", view.replace(uses_graph_buffers=False), padded)
     assert view.uses_graph_buffers
-    for name in type(batch).model_fields:
-        a, b = getattr(view, name), getattr(padded, name)
-        if isinstance(b, torch.Tensor):
-            assert torch.equal(a, b), name
     assert view.seq_lens.data_ptr() == buffers.seq_lens.data_ptr()
+    assert view.kv_loc_plan is not None
     slots = view.kv_loc_plan.write_slots[KVSpace.FULL]
-    assert slots[2 * new[0] :].eq(0).all()
     assert slots.data_ptr() == buffers.write_slots[KVSpace.FULL].data_ptr()
+    assert slots[batch.num_tokens :].eq(0).all()
+
+
+def test_padding_writes_the_sink_that_the_pool_names() -> None:
+    buffers = BatchBuffers(4, 4, CPU, sink_slot=9)
+    view = buffers.load(_everything(ForwardMode.DECODE, [5, 7]), pad_to=4)
+    assert view.out_cache_loc[2:].tolist() == [9, 9]
+    assert view.kv_loc_plan is not None
+    assert view.kv_loc_plan.write_slots[KVSpace.FULL][2:].tolist() == [9, 9]
+    buffers.clear()
+    assert buffers.out_cache_loc.tolist() == [9] * 4
+
+
+def test_a_batch_without_room_names_what_it_asks() -> None:
+    buffers = BatchBuffers(2, 2, CPU, spaces=())
+    with pytest.raises(BatchError) as caught:
+        buffers.load(_everything(ForwardMode.TARGET_VERIFY, [5, 7]), pad_to=4)
+    assert caught.value.problems == (
+        "4 requests and 8 tokens; the graph's buffers hold 2 and 2",
+        "the step writes to the full space; the graph's buffers lack it",
+        "a draft window of 2; the graph's buffers hold 0",
+    )
 
 
 def test_metadata_is_walked_through_dataclasses_tuples_mappings_lists_and_slots() -> None:

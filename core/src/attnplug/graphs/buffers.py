@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..batch import ForwardBatch, LinearState
+from ..batch_parts import Padding, padded_numbers, padding_of
 from ..errors import BatchError
 from ..kv.plan import KVLocPlan
 from ..modes import KVSpace
@@ -69,10 +70,12 @@ class BatchBuffers:
         for zeroed in (self.req_pool_indices, self.positions, self.seq_lens, self.encoder_lens):
             zeroed.zero_()
 
-    def problems(self, batch: ForwardBatch) -> list[str]:
-        """Return why a batch has no room here."""
+    def problems(self, batch: ForwardBatch, *, pad_to: int | None = None) -> list[str]:
+        """Return why a batch, padded to a size, has no room here."""
         found = []
         bs, tokens = batch.batch_size, batch.num_tokens
+        if pad_to is not None and pad_to > bs:
+            bs, tokens = pad_to, tokens + (pad_to - bs) * max(batch.query_lens_cpu, default=1)
         if bs > self.max_bs or tokens > self.max_num_tokens:
             found.append(
                 f"{bs} requests and {tokens} tokens; the graph's buffers hold {self.max_bs} and {self.max_num_tokens}"
@@ -96,25 +99,38 @@ class BatchBuffers:
         Raises:
             BatchError: The batch is larger than the buffers.
         """
-        padded = batch if pad_to is None else batch.pad(pad_to, seq_len_fill=seq_len_fill, sink_slot=self.sink_slot)
-        problems = self.problems(padded)
+        size = batch.batch_size if pad_to is None else pad_to
+        problems = self.problems(batch, pad_to=size)
         if problems:
             raise BatchError(problems)
-        rows = _put(self.req_pool_indices, padded.req_pool_indices)
-        return padded.replace(
+        padding = Padding(0, 0, 0)
+        if size != batch.batch_size:
+            padding = padding_of(batch, size, seq_len_fill=seq_len_fill)
+        step, (extra, width, fill) = _Load(), padding
+        tokens, sink = extra * width, self.sink_slot
+        rows = step.put(self.req_pool_indices, batch.req_pool_indices, extra, 0)
+        plan, starts = batch.kv_loc_plan, step.put(self.extend_start_loc, batch.extend_start_loc, 0, 0)
+        if starts is not None and extra:
+            more = width * torch.arange(extra, dtype=torch.int32, device=batch.device)
+            starts = self.extend_start_loc[:size]
+            starts[batch.batch_size :].copy_(more.add_(batch.num_tokens))
+        view = batch.replace(
+            **(padded_numbers(batch, padding) if extra else {}),
             uses_graph_buffers=True,
             req_pool_indices=rows,
-            seq_lens=_put(self.seq_lens, padded.seq_lens),
-            positions=_put(self.positions, padded.positions),
-            out_cache_loc=_put(self.out_cache_loc, padded.out_cache_loc),
-            extend_seq_lens=_put(self.extend_seq_lens, padded.extend_seq_lens),
-            extend_prefix_lens=_put(self.extend_prefix_lens, padded.extend_prefix_lens),
-            extend_start_loc=_put(self.extend_start_loc, padded.extend_start_loc),
-            encoder_lens=_put(self.encoder_lens, padded.encoder_lens),
-            spec_info=self._load_spec_info(padded.spec_info),
-            kv_loc_plan=None if padded.kv_loc_plan is None else self._load_plan(padded.kv_loc_plan, rows),
-            state=None if padded.state is None else self._load_state(padded.state),
+            seq_lens=step.put(self.seq_lens, batch.seq_lens, extra, fill),
+            positions=step.put(self.positions, batch.positions, tokens, 0),
+            out_cache_loc=step.put(self.out_cache_loc, batch.out_cache_loc, tokens, sink),
+            extend_seq_lens=step.put(self.extend_seq_lens, batch.extend_seq_lens, extra, width),
+            extend_prefix_lens=step.put(self.extend_prefix_lens, batch.extend_prefix_lens, extra, fill - width),
+            extend_start_loc=starts,
+            encoder_lens=step.put(self.encoder_lens, batch.encoder_lens, extra, 0),
+            spec_info=self._load_spec_info(step, batch, extra, fill),
+            kv_loc_plan=None if plan is None else self._load_plan(step, plan, rows, tokens),
+            state=None if batch.state is None else self._load_state(step, batch.state, extra),
         )
+        step.copy()
+        return view
 
     def clear_tail(self, tokens: int, upto: int) -> None:
         """Make token rows from ``tokens`` to ``upto`` padding: position 0, writes to the sink."""
@@ -123,34 +139,74 @@ class BatchBuffers:
             for slots in (self.out_cache_loc, *self.write_slots.values()):
                 slots[tokens:upto].fill_(self.sink_slot)
 
-    def _load_plan(self, plan: KVLocPlan, rows: Tensor) -> KVLocPlan:
-        writes = {space: _put(self.write_slots[space], slots) for space, slots in plan.write_slots.items()}
+    def _load_plan(self, step: _Load, plan: KVLocPlan, rows: Tensor, extra: int) -> KVLocPlan:
+        # The encoder's rows are its own: padding requests bring none.
+        writes = {
+            space: step.put(self.write_slots[space], slots, 0 if space is KVSpace.ENCODER else extra, self.sink_slot)
+            for space, slots in plan.write_slots.items()
+        }
         return KVLocPlan(plan.translator_id, rows, writes, plan.layer_spaces)
 
-    def _load_state(self, state: LinearState) -> LinearState:
+    def _load_state(self, step: _Load, state: LinearState, extra: int) -> LinearState:
         return LinearState(
-            slots=_put(self.state_slots, state.slots),
-            has_initial_state=_put(self.has_initial_state, state.has_initial_state),
-            track_slots=_put(self.track_slots, state.track_slots),
-            track_lens=_put(self.track_lens, state.track_lens),
+            slots=step.put(self.state_slots, state.slots, extra, -1),
+            has_initial_state=step.put(self.has_initial_state, state.has_initial_state, extra, 0),
+            track_slots=step.put(self.track_slots, state.track_slots, extra, -1),
+            track_lens=step.put(self.track_lens, state.track_lens, extra, 0),
         )
 
-    def _load_spec_info(self, info: SpecInfo | None) -> SpecInfo | None:
+    def _load_spec_info(self, step: _Load, batch: ForwardBatch, extra: int, fill: int) -> SpecInfo | None:
+        info = batch.spec_info
         if info is None:
             return None
+        width, parents = info.draft_token_num, info.parents
+        if parents is not None:
+            whole, n = self.parents[: parents.shape[0] + extra, :width], parents.shape[0]
+            whole[:n].copy_(parents)
+            if extra:
+                whole[n:].copy_(torch.arange(-1, width - 1, dtype=whole.dtype, device=whole.device))
+            parents = whole
+        lens, missing = info.mask_seq_lens, 0
+        if lens is not None and extra:
+            # A padding row has cells of its own only past those of the batch that the mask was filled for.
+            missing = max(0, info.mask_row + batch.batch_size + extra - lens.shape[0])
         return SpecInfo(
-            info.draft_token_num,
+            width,
             info.mask,
             info.mask_row,
-            _put(self.mask_seq_lens, info.mask_seq_lens),
-            None if info.parents is None else _put(self.parents[:, : info.draft_token_num], info.parents),
-            _put(self.accept_lens, info.accept_lens),
+            step.put(self.mask_seq_lens, lens, missing, fill),
+            parents,
+            step.put(self.accept_lens, info.accept_lens, extra, 0),
         )
 
 
-def _put(buffer: Tensor, value: _T) -> _T:
-    if value is None:
-        return None
-    view = buffer[: value.shape[0]]
-    view.copy_(value)
-    return view
+class _Load:
+    """One step's copies, gathered so that tensors of one dtype travel in one call."""
+
+    def __init__(self) -> None:
+        self._to: dict[torch.dtype, list[Tensor]] = {}
+        self._from: dict[torch.dtype, list[Tensor]] = {}
+        self._zeros: dict[torch.dtype, list[Tensor]] = {}
+
+    def put(self, buffer: Tensor, value: _T, extra: int, fill: int) -> _T:
+        """Return the buffer's view of a value and ``extra`` rows of padding after it."""
+        if value is None:
+            return None
+        n = value.shape[0]
+        if n:
+            self._to.setdefault(buffer.dtype, []).append(buffer[:n])
+            self._from.setdefault(buffer.dtype, []).append(value)
+        if extra:
+            tail = buffer[n : n + extra]
+            if fill:
+                tail.fill_(fill)
+            else:
+                self._zeros.setdefault(buffer.dtype, []).append(tail)
+        return buffer[: n + extra]
+
+    def copy(self) -> None:
+        """Do what was gathered."""
+        for dtype, targets in self._to.items():
+            torch._foreach_copy_(targets, self._from[dtype])
+        for tails in self._zeros.values():
+            torch._foreach_zero_(tails)

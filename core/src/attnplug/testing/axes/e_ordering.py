@@ -111,7 +111,7 @@ def back_to_back(subject: Subject, case: Case) -> Outcome:
     steps = [bench.step(spans=whole), bench.step(spans=tuple(reversed(whole)))]
     inputs = [[layer_inputs(bench.world, step, i) for i in range(len(bench.world.layers))] for step in steps]
     if bench.world.device.type == "cuda":
-        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
     got: list[list[AttentionOutput]] = []
     for step, values in zip(steps, inputs, strict=True):
         with torch.no_grad(), forward_context(ForwardContext(bench.backend, batch=step.batch)):
