@@ -86,6 +86,8 @@ class BreakingBackend(CompositeBackend):
         self._factory = factory
         self._shapes: list[Shape] = []
         self._is_cutting = False
+        self._open: Call | None = None
+        """The call before the piece in progress."""
         self.pieces: list[CapturedGraph] = []
         self.calls: list[Call] = []
 
@@ -107,17 +109,26 @@ class BreakingBackend(CompositeBackend):
         Raises:
             ContractViolation: Fewer calls came than at warm-up.
         """
-        self._is_cutting = False
-        self.pieces[-1].end()
+        self._end_piece()
         if len(self.calls) != len(self._shapes):
             raise _unsteady(f"{len(self.calls)} attention calls; at warm-up {len(self._shapes)}")
+
+    def _end_piece(self) -> None:
+        self._is_cutting = False
+        self.pieces[-1].end()
+        if self._open is not None:
+            # The piece after a call is captured, so its memory and that of the result are apart from what the call
+            # reads. From here on the pool may have all of it back as soon as the model lets go.
+            alias, call = self._factory.alias, self._open
+            self.calls.append(tree_map_only(Tensor, alias, call._replace(extras=_aliased(call.extras, alias))))
+            self._open = None
 
     def abort(self) -> None:
         """End the piece in progress and keep nothing."""
         if self._is_cutting:
             self._is_cutting = False
             self.pieces[-1].abort()
-        self.pieces, self.calls = [], []
+        self.pieces, self.calls, self._open = [], [], None
 
     def forward(
         self,
@@ -134,13 +145,12 @@ class BreakingBackend(CompositeBackend):
             aux = None if got.aux is None else {name: _meta(t) for name, t in got.aux.items()}
             self._shapes.append(Shape(layer, _meta(got.out), None if got.lse is None else _meta(got.lse), aux))
             return got
-        index = len(self.calls)
+        index = len(self.pieces) - 1
         if index >= len(self._shapes) or self._shapes[index].layer is not layer:
             raise _unsteady(
                 f"attention call {index} is of layer {layer.layer_id}, which the warm-up did not make there"
             )
-        self.pieces[-1].end()
-        self._is_cutting = False
+        self._end_piece()
         following = self._factory.new()
         if self._factory.allocates_in_capture:
             following.begin()
@@ -150,11 +160,7 @@ class BreakingBackend(CompositeBackend):
             following.begin()
         self.pieces.append(following)
         self._is_cutting = True
-        # The result has its place, so nothing that follows can take the memory of what the call reads before it ran:
-        # from here on the pieces' pool may have both back as soon as the model lets go of them.
-        alias = self._factory.alias
-        call = Call(layer, q, k, v, save_kv_cache, extras, result)
-        self.calls.append(tree_map_only(Tensor, alias, call._replace(extras=_aliased(extras, alias))))
+        self._open = Call(layer, q, k, v, save_kv_cache, extras, result)
         return result
 
 
