@@ -55,7 +55,7 @@ def test_the_modules_of_each_family_are_what_its_config_was_read_as(model_type: 
     if model_type == "phi3":
         changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     if model_type == "whisper":
-        changes = {"max_source_positions": 512, "max_target_positions": 512}
+        changes = {"max_source_positions": 512, "max_target_positions": 512, "decoder_attention_heads": 4}
     config = config_of(model_type, **changes)
     spec = model_spec_from_config(config, dtype="float32")
     family = find_family(model_type)
@@ -176,18 +176,22 @@ def test_an_encoder_decoder_without_an_adapter_is_refused_with_those_that_exist_
 
 def test_the_layers_of_an_encoder_decoder_are_numbered_apart() -> None:
     layers = spec_of(
-        "whisper", d_model=48, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=6
+        "whisper",
+        hidden_size=48,
+        num_key_value_heads=4,
+        num_hidden_layers=2,
+        decoder_layers=3,
+        decoder_attention_heads=6,
     ).layers
     assert [layer.layer_id for layer in layers] == list(range(8))
     assert [layer.is_cross_attention for layer in layers] == [False] * 3 + [True] * 3 + [False] * 2
     assert [layer.reads_pool for layer in layers] == [True] * 6 + [False] * 2
-    assert [(layer.num_heads, layer.head_dim, layer.scaling) for layer in layers] == [(6, 8, 1.0)] * 6 + [
-        (4, 12, 1.0)
-    ] * 2
+    sizes = [(layer.num_heads, layer.head_dim, layer.scaling) for layer in layers]
+    assert sizes == [(6, 8, 1.0)] * 6 + [(4, 12, 1.0)] * 2
 
 
 def test_bart_scales_in_the_scores_and_whisper_its_queries() -> None:
-    assert spec_of("bart", d_model=64, encoder_attention_heads=4, decoder_attention_heads=4).layers[0].scaling == 0.25
+    assert spec_of("bart", decoder_attention_heads=4).layers[0].scaling == 0.25
 
 
 def test_a_local_window_of_an_encoder_counts_keys_on_each_side() -> None:
@@ -196,7 +200,7 @@ def test_a_local_window_of_an_encoder_counts_keys_on_each_side() -> None:
 
 def test_widths_that_cannot_be_are_named_together() -> None:
     with pytest.raises(UnsupportedModel, match=r"encoder_attention_heads 7; d_model 64 .* decoder_attention_heads 5"):
-        spec_of("bart", d_model=64, encoder_attention_heads=7, decoder_attention_heads=5)
+        spec_of("bart", num_attention_heads=7, decoder_attention_heads=5)
 
 
 def test_a_bert_that_decodes_is_refused() -> None:
