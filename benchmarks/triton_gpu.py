@@ -143,7 +143,8 @@ def decode_choices(case: BenchCase, variants: bool) -> dict[str, tuple[TileConfi
     width = case.query_lens[0]
     rows = width * case.heads // case.kv_heads
     widths = Widths(case.dim, case.dim, case.rope)
-    one = decode_tile(widths, rows, 2, case.batch * case.kv_heads, sms)
+    stored = getattr(torch, case.kv).itemsize
+    one = decode_tile(widths, rows, 2, case.batch * case.kv_heads, sms, stored)
     programs = case.kv_heads * -(-rows // one.rows)
     longest = max(case.lens)
     if case.window >= 0:
@@ -156,7 +157,7 @@ def decode_choices(case: BenchCase, variants: bool) -> dict[str, tuple[TileConfi
             ragged=ragged, keys=one.keys, per_sm=programs_per_sm(one),
         )  # fmt: skip
         launched = programs * schedule.splits * (1 if schedule.kind == "stream" else case.batch)
-        return decode_tile(widths, rows, 2, launched, sms), schedule
+        return decode_tile(widths, rows, 2, launched, sms, stored), schedule
 
     ragged = max(case.lens) * case.batch > 1.5 * sum(case.lens) and longest > 1024
     choices = {"chosen": plan(ragged)}
@@ -205,7 +206,8 @@ def run_decode(data: Data, tile: TileConfig, schedule: Schedule, pdl: bool, repe
 
 def extend_choices(case: BenchCase, variants: bool) -> dict[str, tuple[TileConfig, int | None]]:
     group = case.heads // case.kv_heads
-    tile = extend_tile(Widths(case.dim, case.dim), max(case.query_lens) * group, 2)
+    short = 2 * row_tiles(case.query_lens, group, 128) * 128 > 3 * sum(case.query_lens) * group and case.batch > 1
+    tile = extend_tile(Widths(case.dim, case.dim), max(case.query_lens) * group, 2, short=short)
     choices: dict[str, tuple[TileConfig, int | None]] = {"chosen": (tile, None)}
     if variants:
         for t, registers in (

@@ -54,6 +54,12 @@ def test_stages_follow_the_waves():
     assert decode_tile(Widths(128, 128), 4, 2, 512, H200).stages == 2
     assert decode_tile(Widths(128, 128), 4, 2, 264, H200).stages == 3
     assert decode_tile(Widths(128, 128), 4, 2, 2048, H200).stages == 3
+    assert decode_tile(Widths(64, 64), 8, 2, 512, H200).stages == 3
+
+
+def test_a_batch_with_many_short_requests_takes_smaller_tiles():
+    assert extend_tile(Widths(128, 128), 8192, 2).rows == 128
+    assert extend_tile(Widths(128, 128), 8192, 2, short=True).rows == 64
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

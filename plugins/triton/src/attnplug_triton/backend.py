@@ -273,7 +273,8 @@ class TritonBackend(AttentionBackend):
         group = heads // keys.k.shape[1]
         # Batch-invariant results come of one tile for every batch.
         queries = _MANY_QUERIES if self.env.deterministic else max(step.max_query_len, 1)
-        tile = extend_tile(call.widths, queries * group, call.q.dtype.itemsize)
+        short = not self.env.deterministic and step.many_short(group)
+        tile = extend_tile(call.widths, queries * group, call.q.dtype.itemsize, short=short)
         if step.query_len:
             bound = step.batch_size * -(-step.query_len * group // tile.rows)
         elif step.query_lens_cpu is not None:

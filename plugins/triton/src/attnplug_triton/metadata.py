@@ -48,3 +48,11 @@ class TritonMetadata:
     def num_kv_splits(self) -> dict[LayerGroup, int]:
         """Shares a request, or of the whole batch under 'stream', for each group."""
         return {group: plan.schedule.splits for group, plan in self.plans.items()}
+
+    def many_short(self, group: int) -> bool:
+        """Whether tiles of 128 rows would be padding for a third or more: many requests with few queries."""
+        lens = self.query_lens_cpu
+        if lens is None or self.batch_size < 2:
+            return False
+        rows = sum(lens) * group
+        return 2 * sum(-(-n * group // 128) for n in lens) * 128 > 3 * rows

@@ -83,7 +83,8 @@ class Planner:
         size, in_graph = batch.batch_size, batch.uses_graph_buffers
         rows = query_len * shape.group
         itemsize = self._env.dtype.itemsize
-        one = decode_tile(shape.widths, rows, itemsize, size * shape.kv_heads, self._sms)
+        stored = self._env.kv_dtype.itemsize
+        one = decode_tile(shape.widths, rows, itemsize, size * shape.kv_heads, self._sms, stored)
         programs = shape.kv_heads * -(-rows // one.rows)
         # A graph's launches outlive the lengths they were captured with.
         longest = self._env.limits.max_context_len if in_graph else batch.max_seq_len + batch.draft_token_num
@@ -105,7 +106,7 @@ class Planner:
             per_sm=programs_per_sm(one),
         )
         launched = programs * schedule.splits * (1 if schedule.kind == "stream" else size)
-        return DecodePlan(schedule, decode_tile(shape.widths, rows, itemsize, launched, self._sms))
+        return DecodePlan(schedule, decode_tile(shape.widths, rows, itemsize, launched, self._sms, stored))
 
     def _is_ragged(self, batch: ForwardBatch, in_graph: bool) -> bool:
         if self._options.ragged != "auto":
@@ -153,7 +154,7 @@ class Planner:
 
     def _most_partials(self, max_bs: int, query_len: int, shape: GroupShape) -> int:
         tile = decode_tile(shape.widths, query_len * shape.group, self._env.dtype.itemsize, 1, self._sms)
-        shares = 2 * self._sms // shape.kv_heads + 1
+        shares = 4 * self._sms // shape.kv_heads + 1
         if not self._env.deterministic:
             # round(shares / B) · B is at most half of B above; stream takes one for each request more.
             return shares + 2 * max_bs

@@ -65,6 +65,7 @@ def _walk(
     CAP: tl.constexpr,
     TREE: tl.constexpr,
     LATENT: tl.constexpr,
+    HALF: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attend one request's rows to tiles ``first_tile … last_tile``; return (acc, l, m) of the running softmax."""
@@ -86,6 +87,10 @@ def _walk(
         q_rope = tl.load(
             Q_ROPE + q_row[:, None] * QR_TOKEN + head[:, None] * QR_HEAD + rope[None, :], mask=kept[:, None], other=0.0
         )
+    if HALF:
+        # fp8 becomes fp16 in one instruction, bfloat16 in several; every stored value is exact in both.
+        q = q.to(tl.float16)
+        q_rope = q_rope.to(tl.float16) if ROPE > 0 else q
     table = IDS + tl.load(ROWS + b) * TABLE_ROW
     cells = tl.load(CELLS + b) if TREE != NO_TREE else 0
     acc = tl.zeros([BM, BDV], dtype=tl.float32)
@@ -213,6 +218,7 @@ def decode_split_kernel(
     SINGLE: tl.constexpr,
     FIXED: tl.constexpr,
     PDL: tl.constexpr,
+    HALF: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (KV heads × row blocks, splits, requests): a request's tiles in equal shares, or in shares of fixed size."""
@@ -280,6 +286,7 @@ def decode_split_kernel(
         CAP,
         TREE,
         LATENT,
+        HALF,
         PRECISION,
     )
     _store(
@@ -382,6 +389,7 @@ def decode_stream_kernel(
     EXTRA: tl.constexpr,
     BB: tl.constexpr,
     PDL: tl.constexpr,
+    HALF: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (KV heads × row blocks, groups): all tiles of the batch, request after request, in equal shares (stream-K).
@@ -457,6 +465,7 @@ def decode_stream_kernel(
                 CAP,
                 TREE,
                 LATENT,
+                HALF,
                 PRECISION,
             )
             _store(

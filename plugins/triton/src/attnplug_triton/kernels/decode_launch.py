@@ -108,6 +108,7 @@ def decode_attention(
         HAS_SINKS=rules.sinks is not None,
         HAS_LSE=lse is not None,
         PDL=pdl and shared,
+        HALF=k.dtype.itemsize == 1 and q.dtype == torch.bfloat16,
         PRECISION=precision_of(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,

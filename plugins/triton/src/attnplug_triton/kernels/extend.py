@@ -164,6 +164,7 @@ def extend_kernel(
     LATENT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HALF: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (KV heads × at least the batch's tiles of rows); programs past the last tile end at once."""
@@ -226,6 +227,9 @@ def extend_kernel(
         )
     else:
         q_rope = q
+    if HALF:
+        # fp8 becomes fp16 in one instruction, bfloat16 in several; every stored value is exact in both.
+        q, q_rope = q.to(tl.float16), q_rope.to(tl.float16)
     cells = tl.load(CELLS + b) if TREE != NO_TREE else 0
     acc = tl.zeros([BM, BDV], dtype=tl.float32)
     l = tl.zeros([BM], dtype=tl.float32)

@@ -150,6 +150,8 @@ def extend_attention(
         LATENT=widths.latent,
         HAS_SINKS=rules.sinks is not None,
         HAS_LSE=lse is not None,
+        # Rows of the call may hold what float16 does not.
+        HALF=source == 0 and k.dtype.itemsize == 1 and q.dtype == torch.bfloat16,
         PRECISION=precision_of(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
