@@ -127,6 +127,11 @@ def test_the_conformance_page_has_every_axis():
     assert rows == {f"{axis.letter} {axis.title}" for axis in AXES.values()}
 
 
+def test_the_first_page_has_every_distribution():
+    said = names_in_first_column((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert said == {dist.name for dist in DISTRIBUTIONS}
+
+
 def test_the_benchmarks_page_has_every_benchmark():
     text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("_")}
