@@ -165,9 +165,9 @@ def decode_choices(case: BenchCase, variants: bool) -> dict[str, tuple[TileConfi
         return choices
     tile, schedule = choices["chosen"]
     if case.rope:
-        tiles = [TileConfig(tile.rows, 64, 8, 2), TileConfig(tile.rows, 32, 4, 3), TileConfig(tile.rows, 64, 4, 2)]
+        tiles = [TileConfig(tile.rows, 32, 4, 3), TileConfig(tile.rows, 64, 4, 2), TileConfig(tile.rows, 64, 4, 3)]
         if case.heads == 128:
-            tiles = [TileConfig(64, 64, 8, 2), TileConfig(64, 32, 8, 2)]
+            tiles = [TileConfig(64, 64, 8, 2)]
     else:
         tiles = [
             TileConfig(16, 64, 2, 2),
@@ -180,7 +180,7 @@ def decode_choices(case: BenchCase, variants: bool) -> dict[str, tuple[TileConfi
         choices[f"{schedule.kind} {t.keys}/{t.warps}w/{t.stages}s"] = (t, schedule)
     if case.batch > 1 and case.window < 0:
         wanted = 2 * sms // programs
-        for t, times in ((tiles[0], 2), (tiles[1 if case.rope else 3], 1)):
+        for t, times in ((tiles[0], 2), (tiles[0], 3), (tiles[-1], 2)):
             name = f"stream×{times} {t.keys}/{t.warps}w/{t.stages}s"
             choices[name] = (t, Schedule("stream", wanted * times, wanted * times + case.batch))
     return choices
@@ -204,19 +204,32 @@ def run_decode(data: Data, tile: TileConfig, schedule: Schedule, pdl: bool, repe
     return us
 
 
-def extend_choices(case: BenchCase, variants: bool) -> dict[str, tuple[TileConfig, int | None]]:
+def extend_choices(case: BenchCase, page: int, variants: bool) -> dict[str, Any]:
     group = case.heads // case.kv_heads
     short = 2 * row_tiles(case.query_lens, group, 128) * 128 > 3 * sum(case.query_lens) * group and case.batch > 1
     tile = extend_tile(Widths(case.dim, case.dim), max(case.query_lens) * group, 2, short=short)
-    choices: dict[str, tuple[TileConfig, int | None]] = {"chosen": (tile, None)}
+    choices: dict[str, Any] = {"plain": (tile, None)}
+    if page % 64 == 0:
+        choices = {"hopper": ()} | choices
     if variants:
-        for t, registers in (
-            (TileConfig(128, 64, 8, 3), 128), (TileConfig(64, 64, 4, 3), None), (TileConfig(128, 128, 8, 2), None),
-            (TileConfig(64, 64, 4, 2), None), (TileConfig(128, 64, 4, 3), None), (TileConfig(64, 128, 4, 2), None),
-            (TileConfig(128, 64, 8, 4), None),
-        ):  # fmt: skip
+        for t, registers in ((TileConfig(128, 64, 8, 3), None), (TileConfig(64, 64, 4, 3), None)):
             choices[f"{t.rows}×{t.keys}/{t.warps}w/{t.stages}s/{registers or 'free'}"] = (t, registers)
     return choices
+
+
+def run_hopper(data: Data, repeats: int) -> float:
+    from attnplug_triton.kernels.extend_hopper_launch import extend_hopper
+
+    case = data.case
+
+    def call(pool: int) -> None:
+        extend_hopper(
+            data.q, data.query_lens, data.rules, data.keys(pool), batch_size=case.batch,
+            max_query_len=max(case.query_lens), uniform=0, out=data.out,
+        )  # fmt: skip
+
+    data.out.fill_(float("nan"))
+    return graph_us(call, len(data.pools), repeats)
 
 
 def run_extend(data: Data, tile: TileConfig, registers: int | None, repeats: int) -> float:
@@ -233,6 +246,94 @@ def run_extend(data: Data, tile: TileConfig, registers: int | None, repeats: int
     return graph_us(call, len(data.pools), repeats)
 
 
+def overheads() -> dict[str, float]:
+    """Return host microseconds of metadata, of an eager layer's call and of its launcher: 64 requests of 8k."""
+    from attnplug.assembly.env import BackendEnv, Limits
+    from attnplug.batch import ForwardBatch
+    from attnplug.kv.pools import MHAKVPool
+    from attnplug.kv.translator import KVIndexTranslator
+    from attnplug.layer import AttentionLayer
+    from attnplug.model_spec import LayerSpec, ModelSpec
+    from attnplug.modes import ForwardMode
+    from attnplug_triton.backend import TritonBackend
+
+    size, length, device = 64, 8192, torch.device("cuda")
+    spec = LayerSpec(layer_id=0, num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, scaling=0.088)
+    # All requests share pages: time on the host does not depend on it.
+    pool = MHAKVPool([spec], num_pages=length // 64, page_size=64, dtype=torch.bfloat16, device=device)
+    table = torch.arange(length, dtype=torch.int32, device=device).expand(size + 1, length).contiguous() + 64
+    env = BackendEnv(
+        device=device,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        page_size=64,
+        req_to_token=table,
+        kv_pool=pool,
+        translator=KVIndexTranslator(pool, table),
+        model_spec=ModelSpec(name="bench", layers=(spec,), dtype="bfloat16", max_context_len=length),
+        limits=Limits(max_batch_size=size, max_num_tokens=size, max_context_len=length),
+    )
+    rows, slots = torch.arange(1, size + 1, device=device), torch.arange(64, 64 + size, device=device)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=size,
+        req_pool_indices=rows,
+        seq_lens=torch.full((size,), length, device=device),
+        seq_lens_sum=size * length,
+        max_seq_len=length,
+        positions=torch.full((size,), length - 1, device=device),
+        out_cache_loc=slots,
+        kv_loc_plan=env.translator.plan(req_pool_indices=rows, out_cache_loc=slots),
+    )
+    backend, layer = TritonBackend(env), AttentionLayer.from_spec(spec)
+    q = torch.randn(size, 32, 128, dtype=torch.bfloat16, device=device)
+    k = torch.randn(size, 8, 128, dtype=torch.bfloat16, device=device)
+
+    def host_us(call: Any, count: int) -> float:
+        call()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            for _ in range(count):
+                call()
+            times.append((time.perf_counter() - begun) / count * 1e6)
+            torch.cuda.synchronize()
+        return round(statistics.median(times), 1)
+
+    backend.init_forward_metadata(batch)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        backend.init_forward_metadata(batch)
+        torch.cuda.synchronize()
+    step, (tile, schedule) = backend.forward_metadata, next(iter(backend.forward_metadata.plans.values()))[::-1]
+    keys = Keys(*pool.get_kv_buffer(0), next(iter(step.tables.values())), batch.seq_lens)
+    out, partials = torch.empty_like(q), Partials(step.attn_logits, step.attn_lse)
+
+    rules, widths = Rules(0.088), Widths(128, 128)
+
+    def launch() -> None:
+        decode_attention(
+            q,
+            keys,
+            rules,
+            widths,
+            query_len=1,
+            schedule=schedule,
+            tile=tile,
+            partials=partials,
+            out=out,
+        )
+
+    return {
+        "metadata_host_us": host_us(lambda: backend.init_forward_metadata(batch), 500),
+        "metadata_out_graph_host_us": host_us(lambda: backend.init_forward_metadata_out_graph(batch), 500),
+        "metadata_gpu_launches": len([e for e in profile.events() if e.device_type.name == "CUDA"]),
+        "layer_host_us": host_us(lambda: backend.forward(q, None, None, layer, batch), 100),
+        "layer_with_write_host_us": host_us(lambda: backend.forward(q, k, k, layer, batch), 100),
+        "launcher_host_us": host_us(launch, 100),
+    }
+
+
 def jobs(variants: bool, pages: tuple[int, ...], only: str) -> list[tuple[BenchCase, int]]:
     return [(case, page) for case in (*DECODE, *EXTEND) for page in pages if only in case.name]
 
@@ -247,7 +348,9 @@ def time_case(case: BenchCase, page: int, variants: bool, quick: bool, deadline:
     data = Data(case, page, pools)
     repeats = 1 if quick else max(pools, min(30, int(4000 / max(case.floor_us, 20))))
     rows = []
-    choices: dict[str, Any] = decode_choices(case, variants) if is_decode(case) else extend_choices(case, variants)
+    choices: dict[str, Any] = (
+        decode_choices(case, variants) if is_decode(case) else extend_choices(case, page, variants)
+    )
     for name, choice in choices.items():
         if time.time() > deadline:
             break
@@ -255,6 +358,8 @@ def time_case(case: BenchCase, page: int, variants: bool, quick: bool, deadline:
         try:
             if is_decode(case):
                 us = run_decode(data, *choice, pdl=True, repeats=repeats)
+            elif name == "hopper":
+                us = run_hopper(data, repeats)
             else:
                 us = run_extend(data, *choice, repeats=repeats)
             row |= {
@@ -276,6 +381,11 @@ def warm(index: int, count: int, variants: bool, pages: tuple[int, ...], only: s
         torch.cuda.empty_cache()
 
 
+def revision() -> str:
+    """Return the checkout's commit; empty where there is none."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, required=True)
@@ -284,6 +394,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=0)
     parser.add_argument("--pages", default="64,1")
     parser.add_argument("--only", default="")
+    parser.add_argument("--revision", default="", help="where the tree is a copy without its repository")
     args = parser.parse_args()
     pages = tuple(int(page) for page in args.pages.split(","))
     if args.warm:
@@ -318,10 +429,13 @@ def main() -> None:
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "revision": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "revision": args.revision or revision(),
         "how": "CUDA-graph replays, pools rotated past 300 MB, median; error against float32 of the last pool",
     }
     args.json.write_text(json.dumps({**facts, "rows": rows}, indent=1))
+    host = overheads()
+    print(host)
+    args.json.write_text(json.dumps({**facts, "host": host, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

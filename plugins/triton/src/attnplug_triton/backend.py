@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -20,29 +18,15 @@ from attnplug.modes import AttentionType, ForwardMode, KVSpace, MlaForm, SharedR
 from attnplug.spec import BackendSpec, Kind
 
 from .checks import check_call, check_mla
+from .extend_path import Call, ExtendPath
 from .kernels.args import INTERPRETED, Keys, Rules, Table, Tree, Widths
-from .kernels.config import extend_tile
 from .kernels.decode_launch import Partials, decode_attention
-from .kernels.extend_launch import NewRows, Queries, extend_attention, row_tiles
+from .kernels.extend_launch import NewRows
 from .kernels.kv_write import write_kv
 from .metadata import TritonMetadata
 from .options import TritonOptions
 from .planner import Planner, spaces_of
 from .spec import SPEC
-
-_MANY_QUERIES = 1 << 10
-
-
-class _Call(NamedTuple):
-    """One layer's call, with what every path needs."""
-
-    q: Tensor
-    layer: AttentionLayer
-    batch: ForwardBatch
-    widths: Widths
-    out: Tensor
-    lse: Tensor | None
-    q_rope: Tensor | None = None
 
 
 class TritonBackend(AttentionBackend):
@@ -62,18 +46,19 @@ class TritonBackend(AttentionBackend):
     def __init__(self, env: BackendEnv, options: TritonOptions | None = None, *, spec: BackendSpec = SPEC) -> None:
         super().__init__(spec, env)
         options = options or TritonOptions()
-        self._hopper = False
-        sms = 4
+        self._capability, sms = 0, 4
         if env.device.type == "cuda":
             facts = torch.cuda.get_device_properties(env.device)
-            sms, self._hopper = facts.multi_processor_count, facts.major >= 9
-            self._check_fp8(10 * facts.major + facts.minor)
-        self._pdl = options.merge_overlap and self._hopper and not INTERPRETED
+            sms, self._capability = facts.multi_processor_count, 10 * facts.major + facts.minor
+            self._check_fp8()
+        self._extends = ExtendPath(env, self._capability, options)
+        self._pdl = options.merge_overlap and self._capability >= 90 and not INTERPRETED
         self._planner = Planner(env, options, sms)
         self._pool_layers = tuple(layer for layer in env.model_spec.layers if layer.reads_pool)
         self.kv_index_translator = env.translator
 
-    def _check_fp8(self, capability: int) -> None:
+    def _check_fp8(self) -> None:
+        capability = self._capability
         if self.env.kv_dtype == torch.float8_e4m3fn and capability < 89:
             reason = Reason("kv_dtype", f"float8_e4m3fn on sm_{capability}", "float8_e5m2; float8_e4m3fn from sm_89 on")
             raise BackendRejected(
@@ -209,11 +194,11 @@ class TritonBackend(AttentionBackend):
 
     def _call(
         self, q: Tensor, layer: AttentionLayer, batch: ForwardBatch, widths: Widths, dtype: torch.dtype, want_lse: bool
-    ) -> _Call:
+    ) -> Call:
         tokens, heads = q.shape[0], q.shape[1]
         out = torch.empty((tokens, heads, widths.dv), dtype=dtype, device=q.device)
         lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if want_lse else None
-        return _Call(_columns(q), layer, batch, widths, out, lse)
+        return Call(_columns(q), layer, batch, widths, out, lse)
 
     def _write(
         self,
@@ -229,7 +214,7 @@ class TritonBackend(AttentionBackend):
         check_loc(loc, self.env.kv_pool.space_of(layer.layer_id), k.shape[0], layer.layer_id)
         write_kv(k, v, keys, values, loc.slots, k_scale=layer.k_scale, v_scale=v_scale)
 
-    def _read(self, call: _Call, keys: Tensor, values: Tensor, new: NewRows | None) -> AttentionOutput:
+    def _read(self, call: Call, keys: Tensor, values: Tensor, new: NewRows | None) -> AttentionOutput:
         step, layer, batch = self._step(), call.layer, call.batch
         crossing = layer.is_cross_attention
         assert batch.kv_loc_plan is not None  # checked when metadata was made
@@ -266,36 +251,13 @@ class TritonBackend(AttentionBackend):
         )
         return AttentionOutput(call.out, call.lse)
 
-    def _extend(self, call: _Call, source: Keys | None, new: NewRows | None) -> AttentionOutput:
-        step, heads = self._step(), call.q.shape[1]
-        keys = new if source is None else source
-        assert keys is not None  # a call reads keys from somewhere
-        group = heads // keys.k.shape[1]
-        # Batch-invariant results come of one tile for every batch.
-        queries = _MANY_QUERIES if self.env.deterministic else max(step.max_query_len, 1)
-        short = not self.env.deterministic and step.many_short(group)
-        tile = extend_tile(call.widths, queries * group, call.q.dtype.itemsize, short=short)
-        if step.query_len:
-            bound = step.batch_size * -(-step.query_len * group // tile.rows)
-        elif step.query_lens_cpu is not None:
-            bound = row_tiles(step.query_lens_cpu, group, tile.rows)
-        else:
-            bound = -(-call.q.shape[0] * group // tile.rows) + step.batch_size
-        extend_attention(
-            call.q,
-            Queries(step.batch_size, step.query_lens, step.query_len, bound),
-            self._rules(call, step, by_chunk=new is not None and new.indptr is not None),
-            call.widths,
-            keys=source,
-            new=new,
-            tile=tile,
-            out=call.out,
-            lse=call.lse,
-            q_rope=call.q_rope,
-        )
+    def _extend(self, call: Call, source: Keys | None, new: NewRows | None) -> AttentionOutput:
+        by_chunk = new is not None and new.indptr is not None
+        step = self._step()
+        self._extends.run(call, step, self._rules(call, step, by_chunk), source, new)
         return AttentionOutput(call.out, call.lse)
 
-    def _rules(self, call: _Call, step: TritonMetadata, by_chunk: bool = False) -> Rules:
+    def _rules(self, call: Call, step: TritonMetadata, by_chunk: bool = False) -> Rules:
         layer = call.layer
         sinks = None if call.lse is not None else layer.sinks
         causal = layer.causal and step.mode is not ForwardMode.DLLM_EXTEND and not by_chunk
