@@ -204,12 +204,16 @@ def run_decode(data: Data, tile: TileConfig, schedule: Schedule, pdl: bool, repe
     return us
 
 
+HOPPER = True
+"""Whether the Gluon kernel is timed; see --no-hopper."""
+
+
 def extend_choices(case: BenchCase, page: int, variants: bool) -> dict[str, Any]:
     group = case.heads // case.kv_heads
     short = 2 * row_tiles(case.query_lens, group, 128) * 128 > 3 * sum(case.query_lens) * group and case.batch > 1
     tile = extend_tile(Widths(case.dim, case.dim), max(case.query_lens) * group, 2, short=short)
     choices: dict[str, Any] = {"plain": (tile, None)}
-    if page % 64 == 0:
+    if HOPPER and page % 64 == 0:
         choices = {"hopper": ()} | choices
     if variants:
         for t, registers in ((TileConfig(128, 64, 8, 3), None), (TileConfig(64, 64, 4, 3), None)):
@@ -374,7 +378,9 @@ def time_case(case: BenchCase, page: int, variants: bool, quick: bool, deadline:
     return rows
 
 
-def warm(index: int, count: int, variants: bool, pages: tuple[int, ...], only: str) -> None:
+def warm(index: int, count: int, variants: bool, pages: tuple[int, ...], only: str, hopper: bool) -> None:
+    global HOPPER
+    HOPPER = hopper
     torch.set_num_threads(1)
     for case, page in jobs(variants, pages, only)[index::count]:
         time_case(case, page, variants and page > 1, True, time.time() + 300)
@@ -394,13 +400,17 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=0)
     parser.add_argument("--pages", default="64,1")
     parser.add_argument("--only", default="")
+    parser.add_argument("--no-hopper", action="store_true", help="leave the Gluon kernel out")
     parser.add_argument("--revision", default="", help="where the tree is a copy without its repository")
     args = parser.parse_args()
+    global HOPPER
+    HOPPER = not args.no_hopper
     pages = tuple(int(page) for page in args.pages.split(","))
     if args.warm:
         context = mp.get_context("spawn")
         workers = [
-            context.Process(target=warm, args=(i, args.warm, args.variants, pages, args.only)) for i in range(args.warm)
+            context.Process(target=warm, args=(i, args.warm, args.variants, pages, args.only, HOPPER))
+            for i in range(args.warm)
         ]
         begun = time.time()
         for worker in workers:
