@@ -20,7 +20,18 @@ from .decision import Choice, Decision
 from .device import DeviceFacts
 from .entry import State
 from .errors import AttnplugError, BackendIncompatible, BackendLoadError, ConfigError, ContractViolation
-from .plugin import LoadedPlugin, failed, load_observer, load_plugin, new_plugin_manager, probe_plugin, validate_options
+from .plugin import (
+    LoadedPlugin,
+    culprit,
+    failed,
+    load_observer,
+    load_plugin,
+    named,
+    new_plugin_manager,
+    probe_plugin,
+    texts,
+    validate_options,
+)
 from .request import Request, Role
 
 if TYPE_CHECKING:
@@ -73,7 +84,8 @@ class BackendManager:
 
         Raises:
             ConfigError: One of that name is registered.
-            BackendLoadError: A hook of it has an unknown name or argument; it is registered nowhere then.
+            BackendLoadError: A hook of it has an unknown name or argument, or raises when told of the backends created
+                so far; it is registered nowhere then.
         """
         if name in self._observers:
             raise ConfigError(f"observer {name!r} is registered already", key="plugins.load", value=name)
@@ -84,9 +96,17 @@ class BackendManager:
             trial.check_pending()
         except pluggy.PluginValidationError as error:
             raise BackendLoadError(f"plugin {name!r} cannot be registered: {error}") from error
+        managers = (self._cold, *self._roles.values())
+        try:
+            for manager in managers:
+                with named(manager.hook, "attnplug_backend_created", name):
+                    manager.register(plugin, name)
+        except AttnplugError:
+            for manager in managers:
+                if manager.has_plugin(name):
+                    manager.unregister(name=name)
+            raise
         self._observers[name] = plugin
-        for manager in (self._cold, *self._roles.values()):
-            manager.register(plugin, name)
 
     def load(self, name: str) -> LoadedPlugin:
         """Import a backend's plugin, once.
@@ -110,8 +130,9 @@ class BackendManager:
 
     def preferred(self, request: Request) -> Sequence[str]:
         """Return the observers' order of names for a request, the first registered first."""
-        answers = self._cold.hook.attnplug_resolve(request=request)
-        return list(dict.fromkeys(name for answer in reversed(answers) for name in answer or ()))
+        with named(self._cold.hook, "attnplug_resolve"):
+            answers = self._cold.hook.attnplug_resolve(request=request)
+            return list(dict.fromkeys(texts(answers, "attnplug_resolve")))
 
     def options(self, name: str, section: Mapping[str, Any] | None = None) -> BaseModel | None:
         """Return a backend's validated options; None where its plugin has no model.
@@ -158,13 +179,17 @@ class BackendManager:
         except AttnplugError:
             raise  # Already says what, and is no failure of the plugin: it refused what it was asked.
         except Exception as error:
+            if culprit(hooks, "attnplug_create_backend", error) in self._observers:
+                with named(hooks, "attnplug_create_backend"):
+                    raise
             raise failed(loaded.entry, self.catalog, "create its backend", error) from error
         _require_backend(backend, f"attnplug_create_backend of {loaded.entry.dist}")
         if wrap:
             backend = self.wrap_backend(backend, env, role=role, name=loaded.name)
-        hooks.attnplug_backend_created.call_historic(
-            kwargs={"name": loaded.name, "backend": backend, "spec": loaded.spec}
-        )
+        with named(hooks, "attnplug_backend_created"):
+            hooks.attnplug_backend_created.call_historic(
+                kwargs={"name": loaded.name, "backend": backend, "spec": loaded.spec}
+            )
         self.catalog.mark(loaded.entry, State.READY)
         return backend
 
@@ -215,7 +240,9 @@ class BackendManager:
             # One at a time, each given what the one before returned: a broadcast would give all the same backend.
             alone = new_plugin_manager()
             alone.register(plugin, name)
-            for wrapped in alone.hook.attnplug_wrap_backend(backend=backend, env=env):
+            with named(alone.hook, "attnplug_wrap_backend"):
+                answers = alone.hook.attnplug_wrap_backend(backend=backend, env=env)
+            for wrapped in answers:
                 if wrapped is not None:
                     _require_backend(wrapped, f"attnplug_wrap_backend of {name}")
                     backend = wrapped
@@ -223,12 +250,13 @@ class BackendManager:
 
     def explain(self, decision: Decision) -> list[str]:
         """Show a decision to the observers and return the lines they add."""
-        answers = self._cold.hook.attnplug_explain(decision=decision)
-        return [line for answer in reversed(answers) for line in answer or ()]
+        with named(self._cold.hook, "attnplug_explain"):
+            return texts(self._cold.hook.attnplug_explain(decision=decision), "attnplug_explain")
 
     def register_cli(self, app: typer.Typer) -> None:
         """Let the observers add their commands."""
-        self._cold.hook.attnplug_register_cli(app=app)
+        with named(self._cold.hook, "attnplug_register_cli"):
+            self._cold.hook.attnplug_register_cli(app=app)
 
     def _role_manager(self, role: Role, loaded: LoadedPlugin) -> pluggy.PluginManager:
         key = (role.value, loaded.name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from ._faults import config_error
 from ._metadata import PLUGINS_GROUP, Announcement, Scan
 from .catalog import Catalog
 from .entry import Entry, State
-from .errors import BackendLoadError, ConfigError, Reason
+from .errors import AttnplugError, BackendLoadError, ConfigError, Reason
 from .hookspecs import PROJECT, HookSpecs
 from .spec import BackendSpec
 
@@ -86,6 +87,51 @@ def failed(entry: Entry, catalog: Catalog, action: str, error: BaseException) ->
     )
 
 
+@contextmanager
+def named(hooks: pluggy.HookRelay, hook: str, who: str = "") -> Iterator[None]:
+    """Raise what a hook raises again as one error that names the plugin whose hook it was: ``who``, if it is known.
+
+    Raises:
+        BackendLoadError: Naming the plugin, the hook and the cause.
+    """
+    try:
+        yield
+    except AttnplugError:
+        raise  # Already says what and who.
+    # Foreign code: hooks raise whatever they like.
+    except Exception as error:
+        who = who or culprit(hooks, hook, error)
+        raise BackendLoadError(
+            f"plugin {who or 'of unknown name'!r} failed in {hook}: {type(error).__name__}: {error}",
+            remedy="repair or upgrade it, or take it out of the configuration",
+        ) from error
+
+
+def culprit(hooks: pluggy.HookRelay, hook: str, error: BaseException) -> str:
+    """Return the name of the plugin whose hook raised, told by the innermost frame that is one; empty: none is."""
+    codes = {getattr(one.function, "__code__", None): one.plugin_name for one in getattr(hooks, hook).get_hookimpls()}
+    name, trace = "", error.__traceback__
+    while trace is not None:
+        name, trace = codes.get(trace.tb_frame.f_code, name), trace.tb_next
+    return name
+
+
+def texts(answers: Sequence[object], hook: str) -> list[str]:
+    """Return the texts of hooks that each return a list of them or None, those of the first registered first.
+
+    Raises:
+        TypeError: One returned something else.
+    """
+    lines: list[str] = []
+    for answer in reversed(answers):  # pluggy calls the last registered first.
+        if answer is not None and not (
+            isinstance(answer, (list, tuple)) and all(isinstance(one, str) for one in answer)
+        ):
+            raise TypeError(f"{hook} returned {answer!r}; allowed: a list of texts, or None")
+        lines.extend(answer or ())
+    return lines
+
+
 def validate_options(loaded: LoadedPlugin, section: Mapping[str, Any], source: str = "") -> BaseModel | None:
     """Return a backend's options as its plugin's own model; None where it has none.
 
@@ -94,7 +140,8 @@ def validate_options(loaded: LoadedPlugin, section: Mapping[str, Any], source: s
     """
     trial = new_plugin_manager()
     trial.register(loaded.plugin, loaded.name)
-    model = trial.hook.attnplug_options_model()
+    with named(trial.hook, "attnplug_options_model"):
+        model = trial.hook.attnplug_options_model()
     key = f"backend.{loaded.name}"
     if model is None:
         if section:
@@ -128,8 +175,7 @@ def probe_plugin(loaded: LoadedPlugin, device: DeviceFacts) -> list[str]:
     """Return every run-time reason that a plugin gives against a device."""
     trial = new_plugin_manager()
     trial.register(loaded.plugin, loaded.name)
-    answers: list[list[str] | None] = trial.hook.attnplug_probe(spec=loaded.spec, device=device)
-    return [text for answer in answers for text in answer or ()]
+    return texts(trial.hook.attnplug_probe(spec=loaded.spec, device=device), "attnplug_probe")
 
 
 def load_observer(name: str, installed: Scan, *, source: str = "") -> object:
