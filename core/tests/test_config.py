@@ -114,6 +114,8 @@ def test_each_variable_reaches_its_key(tmp_path):
     [
         ({"ATTNPLUG_PREFIL": "a"}, "did you mean 'ATTNPLUG_PREFILL'"),
         ({"ATTNPLUG_PAGE_SIZE": "big"}, "ATTNPLUG_PAGE_SIZE: attention.page_size is 'big'; allowed: "),
+        ({"ATTNPLUG_PAGE_SIZE": "--5"}, "attention.page_size is '--5'; allowed: a whole number"),
+        ({"ATTNPLUG_PAGE_SIZE": "9" * 5000}, "attention.page_size is '9999"),
         ({"ATTNPLUG_STRICT": "maybe"}, "allowed: 1, true"),
         ({"ATTNPLUG_FALLBACK": "sometimes"}, "ATTNPLUG_FALLBACK: attention.fallback is 'sometimes'; allowed: 'never'"),
     ],
@@ -172,6 +174,11 @@ def test_all_faults_are_told_at_once_with_their_file(tmp_path):
         ("a.json", "{", "not valid JSON"),
         ("a.yaml", "a: [", "not valid YAML"),
         ("b.yaml", "[1]", "holds a list"),
+        ("c.yaml", "&a\nattention: *a\n", "nested too deeply"),
+        ("d.json", "[" * 100_000, "nested too deeply"),
+        ("e.json", '{"attention": {"page_size": 1, "page_size": 2}}', "key 'page_size' is given twice"),
+        ("f.yaml", "attention:\n  page_size: 1\n  page_size: 2\n", "key 'page_size' is given twice"),
+        ("pyproject.toml", 'tool = "tool.attnplug"', r"\[tool.attnplug\] of .* is not a table"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, said):
@@ -202,3 +209,25 @@ def test_every_violation_of_requires_is_told_at_once():
 def test_a_value_given_in_code_says_so():
     config = AttentionConfig.model_validate({"attention": {"prefill": "a"}})
     assert (config.rung("attention.prefill").name, config.rung("attention.decode").name) == ("code", "auto")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    path = tmp_path / "attn.toml"
+    path.write_text(TOML, encoding="utf-8-sig")
+    assert AttentionConfig.from_file(path).attention.page_size == 16
+
+
+def test_merged_keys_of_yaml_are_not_given_twice(tmp_path):
+    path = tmp_path / "attn.yaml"
+    path.write_text("plugins: &p {strict: true}\nattention: {<<: {page_size: 1}, page_size: 2}\n")
+    assert AttentionConfig.from_file(path).attention.page_size == 2
+
+
+def test_an_empty_path_is_no_file_and_not_the_environments(tmp_path):
+    with pytest.raises(ConfigError, match="suffix ''"):
+        load(tmp_path, "", env={"ATTNPLUG_CONFIG": "attn.toml"})
+
+
+def test_a_wrong_option_is_named_as_it_was_typed(tmp_path):
+    with pytest.raises(ConfigError, match=r"^--plugin: plugins\.load is ''"):
+        load(tmp_path, overrides={"plugins.load": [""]})

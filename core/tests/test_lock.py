@@ -89,3 +89,13 @@ def test_a_file_that_is_no_lock_is_a_config_error(dists, tmp_path, content):
 def test_a_lock_that_cannot_be_written_says_so(lock, tmp_path):
     with pytest.raises(ConfigError, match="cannot write"):
         write_lock(lock[0], tmp_path / "absent" / "lock.json")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_lock(lock[0], tmp_path / "folder")
+    assert not list(tmp_path.glob(".folder*"))  # Nothing is left of the attempt.
+
+
+def test_a_lock_is_readable_as_any_new_file_is(lock, tmp_path):
+    (tmp_path / "other").touch()
+    write_lock(lock[0], tmp_path / "new.lock")
+    assert (tmp_path / "new.lock").stat().st_mode == (tmp_path / "other").stat().st_mode

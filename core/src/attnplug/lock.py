@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 from ._metadata import canonical_name
@@ -16,14 +15,22 @@ from .spec import CONTRACT
 def write_lock(decision: Decision, path: str | os.PathLike[str]) -> None:
     """Write a decision to a file, whole or not at all: a rank that polls for it never reads half."""
     target = Path(path)
+    # Not of tempfile, whose files no other user may read: ranks need not run as one.
+    draft = target.with_name(f".{target.name}.{os.getpid()}") if target.name else target
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as file:
-            file.write(decision.to_json())
-        os.replace(file.name, target)
+        try:
+            draft.write_text(decision.to_json(), encoding="utf-8")
+            draft.replace(target)
+        except OSError:
+            if draft != target:
+                draft.unlink(missing_ok=True)
+            raise
     except OSError as error:
-        raise ConfigError(f"cannot write the lock {target}: {error}", source=str(target)) from error
+        raise ConfigError(
+            f"cannot write the lock {os.fspath(path)!r}: {error.strerror or error}",
+            source=str(target),
+            remedy="name a file in a folder that exists",
+        ) from error
 
 
 def load_lock(path: str | os.PathLike[str], catalog: Catalog | None = None) -> Decision:

@@ -22,6 +22,8 @@ def load_model_spec(path: str, installed: Scan | None = None) -> ModelSpec:
     Raises:
         UnsupportedModel: Nothing of that name is there, no installed engine reads it, or one that should fails to.
     """
+    if not path:
+        raise UnsupportedModel("the model's path is empty", remedy="give a folder, a file, or a name: --model PATH")
     readers = (installed or scan()).group(MODEL_SPECS_GROUP)
     failures = []
     for reader in readers:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,14 +105,15 @@ def read_sources(
     project = find_pyproject(cwd)
     if project is not None:
         sources.merge(read_file(project), Rung(PYPROJECT, str(project)))
-    path = path or env.get(ENV_CONFIG) or None
+    if path is None:
+        path = env.get(ENV_CONFIG) or None
     if path is not None:
         sources.merge(read_file(path), Rung(FILE, str(path)))
     for variable, key, value in _environment(env):
         sources.merge(_nested(key, value), Rung(ENVIRONMENT, variable))
     for key, value in (overrides or {}).items():
-        option = "--" + key.removeprefix("attention.").replace(".", "-").replace("_", "-")
-        sources.merge(_nested(key, value), Rung(COMMAND_LINE, option))
+        option = "plugin" if key == "plugins.load" else key.removeprefix("attention.")
+        sources.merge(_nested(key, value), Rung(COMMAND_LINE, "--" + option.replace(".", "-").replace("_", "-")))
     return sources
 
 
@@ -121,14 +124,16 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         ConfigError: The file is absent, of another kind, malformed, or holds no table at its top.
     """
     file = Path(path)
-    readers: dict[str, Callable[[str], Any]] = {".toml": _toml, ".json": json.loads, ".yaml": _yaml, ".yml": _yaml}
+    readers: dict[str, Callable[[str], Any]] = {".toml": _toml, ".json": _json, ".yaml": _yaml, ".yml": _yaml}
     reader = readers.get(file.suffix.lower())
     if reader is None:
         allowed = ".toml, .json, .yaml, .yml"
         message = f"configuration file {file} has the suffix {file.suffix!r}; allowed: {allowed}"
         raise ConfigError(message, source=str(file), value=file.suffix, allowed=allowed)
     try:
-        data = reader(file.read_text(encoding="utf-8"))
+        # Editors on Windows begin a file with a byte-order mark, which no reader here knows.
+        data = reader(file.read_text(encoding="utf-8-sig"))
+        deque(_leaves(data) if isinstance(data, dict) else (), maxlen=0)  # An anchor of YAML may hold itself.
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration file {file}: {error.strerror or error}",
@@ -138,13 +143,17 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     except ValueError as error:  # TOMLDecodeError, JSONDecodeError and UnicodeDecodeError all are.
         kind = file.suffix[1:].upper()
         raise ConfigError(f"configuration file {file} is not valid {kind}: {error}", source=str(file)) from error
+    except RecursionError as error:
+        message = f"configuration file {file} is nested too deeply; allowed: tables such as [attention]"
+        raise ConfigError(message, source=str(file), allowed="tables") from error
     if data is None:
         return {}
     if not isinstance(data, dict):
         message = f"configuration file {file} holds a {type(data).__name__}; allowed: tables such as [attention]"
         raise ConfigError(message, source=str(file), value=type(data).__name__, allowed="tables")
     if file.name == "pyproject.toml":
-        data = data.get("tool", {}).get("attnplug", {})
+        tool = data.get("tool", {})
+        data = tool.get("attnplug", {}) if isinstance(tool, dict) else tool
         if not isinstance(data, dict):
             raise ConfigError(f"[tool.attnplug] of {file} is not a table", source=str(file), key="tool.attnplug")
     return data
@@ -185,7 +194,8 @@ def parse_text(text: str, kind: str, *, source: str, key: str) -> Any:
     if kind == _NAMES:
         names = [name.strip() for name in text.split(",") if name.strip()]
         return names[0] if len(names) == 1 and key.startswith("attention.") else names
-    if kind == _INT and text.lstrip("-").isdecimal():
+    # A number of more digits than this is none that a key takes, and Python refuses to read thousands of them.
+    if kind == _INT and re.fullmatch("-?[0-9]{1,18}", text):
         return int(text)
     if kind == _FLAG:
         flags = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
@@ -219,10 +229,36 @@ def _toml(text: str) -> Any:
     return tomllib.loads(text)
 
 
+def _json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_once)
+
+
 def _yaml(text: str) -> Any:
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is given twice, as TOML does; YAML's own readers take the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = (key for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            _once((key.value, None) for key in keys if key.tag != "tag:yaml.org,2002:merge")
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
+
+
+def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return the pairs as a dict.
+
+    Raises:
+        ValueError: A key is given twice.
+    """
+    table: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"key {key!r} is given twice")
+        table[key] = value
+    return table

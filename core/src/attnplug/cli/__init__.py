@@ -12,6 +12,7 @@ from ..errors import AttnplugError
 __all__ = ["main"]
 
 USER_MUST_MEND = 2
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             # The reader, such as head, has what it wanted; Python's own flush at exit must not raise again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except KeyboardInterrupt:
+            return INTERRUPTED
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else USER_MUST_MEND if end.code else 0
     return 0
