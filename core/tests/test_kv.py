@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnplug.errors import BatchError, ConfigError, ContractViolation
-from attnplug.kv.pools import MHAKVPool, MLAKVPool, SpacedKVPool
+from attnplug.kv.pools import MHAKVPool, MLAKVPool, SpacedKVPool, pool_slots
 from attnplug.kv.quant import dequantize, quantize
 from attnplug.kv.translator import KVIndexTranslator
 from attnplug.kv.write_loc import KVWriteLoc
@@ -228,3 +228,20 @@ def test_a_layer_without_slots_in_the_plan_is_refused() -> None:
 def test_a_table_of_another_dtype_is_refused() -> None:
     with pytest.raises(BatchError, match="must be \\[R, S\\] int32"):
         KVIndexTranslator(pool_of(), table_of(4).long())
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "page_size", "said"),
+    [
+        (4, 3, "page_size is 3; allowed: 1, 2, 4"),
+        (0, 16, "num_pages is 0; allowed: at least 1"),
+        (2**27, 16, "num_pages is 134217728; allowed: at most 134217727 of 16 tokens"),
+    ],
+)
+def test_a_pool_that_cannot_be_says_what_could(num_pages, page_size, said):
+    with pytest.raises(ConfigError, match=said):
+        pool_slots(num_pages, page_size)
+
+
+def test_slots_reach_to_the_end_of_int32():
+    assert pool_slots(2**27 - 1, 16) == 2**31

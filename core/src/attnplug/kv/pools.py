@@ -16,6 +16,8 @@ from ..spec import Kind
 from .quant import quantize
 from .write_loc import KVWriteLoc
 
+MAX_SLOTS = 2**31
+"""``req_to_token`` and page tables hold slots in int32."""
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -55,11 +57,24 @@ def pool_slots(num_pages: int, page_size: int) -> int:
     """Return the slots of ``num_pages`` usable pages and the sink's page, after checking both numbers."""
     if page_size not in PAGE_SIZES:
         raise ConfigError(
-            f"page_size {page_size} is not possible", key="page_size", value=str(page_size), allowed=str(PAGE_SIZES)
+            f"page_size is {page_size}; allowed: {', '.join(map(str, PAGE_SIZES))}",
+            key="page_size",
+            value=str(page_size),
+            allowed=str(PAGE_SIZES),
         )
     if num_pages < 1:
-        raise ConfigError(f"a pool of {num_pages} pages", key="num_pages", value=str(num_pages), allowed="at least 1")
-    return (num_pages + 1) * page_size
+        message = f"num_pages is {num_pages}; allowed: at least 1"
+        raise ConfigError(message, key="num_pages", value=str(num_pages), allowed="at least 1")
+    slots = (num_pages + 1) * page_size
+    if slots > MAX_SLOTS:
+        most = MAX_SLOTS // page_size - 1
+        raise ConfigError(
+            f"num_pages is {num_pages}; allowed: at most {most} of {page_size} tokens, since slots are int32",
+            key="num_pages",
+            value=str(num_pages),
+            allowed=f"at most {most}",
+        )
+    return slots
 
 
 class MHAKVPool:
