@@ -97,6 +97,15 @@ def test_a_provider_that_announces_nothing_settles_nothing(dists):
     assert {row.state for row in Catalog(providers={"triton": "nobody"}).rows("triton")} == {State.CONFLICT}
 
 
+def test_another_distribution_than_the_provider_never_serves(dists):
+    dists.backend("triton", dist="acme-attn")
+    catalog = Catalog(providers={"triton": "zeta-attn"})
+    assert state(catalog, "triton") is State.BLOCKED
+    with pytest.raises(BackendRejected, match="provider: asked zeta-attn, supported installed: acme-attn"):
+        catalog.require("triton")
+    assert state(Catalog(providers={"triton": "Acme_Attn"}), "triton") is State.DESCRIBED
+
+
 @pytest.mark.parametrize("named", ["bad", "fake-bad", "Fake_Bad"])
 def test_no_code_of_a_blocked_backend_runs(dists, named):
     dists.backend("bad", spec="raise RuntimeError('ran')")

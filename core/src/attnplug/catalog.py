@@ -132,11 +132,16 @@ class Catalog:
                 self._rows[key] = entry.moved(State.BLOCKED, reason)
             elif entry.state is not State.INCOMPATIBLE:
                 rivals.append(key)
-        if len(rivals) < 2:
-            return
         provider = canonical_name(self._providers.get(name, ""))
+        if len(rivals) < 2 and not provider:
+            return
         dists = ", ".join(str(self._rows[key].dist) for key in rivals)
         for key in rivals:
+            if len(rivals) == 1 and key[1] != provider:
+                # Who was named is not here; another of the name, unasked for, would serve without a word.
+                reason = Reason("provider", self._providers[name], f"installed: {dists}")
+                self._rows[key] = self._rows[key].moved(State.BLOCKED, reason)
+                continue
             if provider not in [rival for _, rival in rivals]:
                 reason = Reason("provider", self._providers.get(name, "unset"), f"one of {dists}")
                 self._rows[key] = self._rows[key].moved(State.CONFLICT, reason)
