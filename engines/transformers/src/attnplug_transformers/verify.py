@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .encoder_intake import decoder_start
 from .intake import end_token_ids
 
 if TYPE_CHECKING:
@@ -43,14 +44,16 @@ def find_difference(
 
     Args:
         model: The engine's model, between steps.
-        prompts: Token ids.
+        prompts: Token ids; an encoder-decoder's encoder reads them.
         completions: The engine's new tokens for each.
         max_new_tokens: What the engine was given.
         max_context_len: The engine's: a completion ends there too.
         on_prompt: Called after each prompt.
     """
+    start = decoder_start(model) if model.config.is_encoder_decoder else None
     for index, (prompt, ours) in enumerate(zip(prompts, completions, strict=True)):
-        theirs = eager_greedy(model, prompt, min(max_new_tokens, max_context_len - len(prompt)))
+        most = min(max_new_tokens, max_context_len - len(prompt if start is None else start))
+        theirs = eager_greedy(model, prompt, most) if start is None else _eager_decoder(model, prompt, start, most)
         on_prompt()
         if list(ours) != theirs:
             at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
@@ -80,6 +83,22 @@ def eager_greedy(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: 
             if tokens[-1] in end_ids:
                 break
             inputs = inputs.new_tensor([tokens[-1:]])
+    return tokens
+
+
+@torch.inference_mode()
+def _eager_decoder(
+    model: PreTrainedModel, prompt: Sequence[int], start: Sequence[int], max_new_tokens: int
+) -> list[int]:
+    """Return the likeliest tokens of a decoder after an encoder, with what is known computed anew for each."""
+    end_ids, tokens = end_token_ids(model), list[int]()
+    encoder: Any = model.get_encoder()
+    with _eager(model):
+        encoded = (encoder(input_ids=torch.tensor([list(prompt)], device=model.device)).last_hidden_state,)
+        while len(tokens) < max_new_tokens and not end_ids.intersection(tokens[-1:]):
+            known = torch.tensor([[*start, *tokens]], device=model.device)
+            output = model(encoder_outputs=encoded, decoder_input_ids=known, use_cache=False)
+            tokens.append(int(output.logits[0, -1].argmax()))
     return tokens
 
 

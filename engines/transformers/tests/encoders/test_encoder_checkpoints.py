@@ -7,6 +7,7 @@ import torch
 from family_zoo import NATIVE, NEW_TOKENS, SUBJECTS, dense_logits, tokens_of
 
 from attnplug_transformers import Encoder, Engine
+from attnplug_transformers.verify import find_difference
 
 
 @pytest.mark.parametrize("name", ["bart", "whisper"])
@@ -16,6 +17,16 @@ def test_a_saved_encoder_decoder_is_served(request, tmp_path, name):
     with Engine.from_pretrained(tmp_path, attention=NATIVE) as engine:
         assert type(engine.model) is type(case.model)
         assert tokens_of(engine.generate(case.inputs, NEW_TOKENS)) == case.tokens
+
+
+def test_verify_compares_an_encoder_decoder_with_transformers_and_tells_a_difference(bart):
+    texts = [one["input_ids"] for one in bart.inputs]
+    with Engine(bart.model, attention=NATIVE) as engine:
+        ours = tokens_of(engine.generate(texts, NEW_TOKENS))
+    sizes = {"max_new_tokens": NEW_TOKENS, "max_context_len": 256}
+    assert find_difference(bart.model, texts, ours, **sizes) is None
+    right, ours[2][3] = ours[2][3], 42
+    assert find_difference(bart.model, texts, ours, **sizes) == (2, 3, 42, right)
 
 
 @pytest.mark.parametrize("name", ["Bert", "ModernBert"])
