@@ -11,6 +11,8 @@ from attnplug.errors import BackendLoadError
 from attnplug.hookspecs import hookimpl
 from attnplug.manager import BackendManager
 
+from .fake_dists import PLUGIN
+
 
 def raising(*arguments):
     raise ValueError("boom")
@@ -55,8 +57,16 @@ def test_an_answer_of_another_type_is_an_error(dists, hook, answer):
         "attnplug_explain": hookimpl(lambda decision: answer),
     }[hook]
     one.add_observer("tracer", SimpleNamespace(**{hook: implementation}))
-    with pytest.raises(BackendLoadError, match=f"{hook} returned .*; allowed: a list of texts"):
+    with pytest.raises(BackendLoadError, match=f"'tracer' failed in {hook}: .* returned .*; allowed: a list of texts"):
         HOOKS[hook][1](one)
+
+
+@pytest.mark.parametrize("leave", ["raise SystemExit(7)", "raise ValueError('boom')"])
+def test_a_plugin_that_leaves_while_it_creates_is_a_load_error(dists, leave):
+    create = f"from attnplug.hookspecs import hookimpl\n@hookimpl\ndef attnplug_create_backend(name):\n    {leave}\n"
+    dists.backend("a", plugin=create)
+    with pytest.raises(BackendLoadError, match=r"'a' of fake-a 1\.0 failed to create its backend: "):
+        BackendManager(Catalog()).create_backend("prefill", "a", None)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +89,15 @@ def test_an_observer_that_raises_when_told_of_earlier_backends_is_registered_now
         one.add_observer("late", SimpleNamespace(attnplug_backend_created=hookimpl(lambda name: raising())))
     assert one.observers == ()
     one.create_backend("prefill", "a", None)
+
+
+def test_a_backends_own_wrap_hook_runs_where_backends_are_composed_later(dists):
+    own = "\n@hookimpl\ndef attnplug_wrap_backend(backend):\n    backend.mark = 'own'\n    return backend\n"
+    dists.backend("a", plugin=PLUGIN + own)
+    seen = []
+    one = BackendManager(Catalog())
+    one.add_observer("late", SimpleNamespace(attnplug_wrap_backend=hookimpl(lambda backend: seen.append(backend.mark))))
+    assert one.create_backend("prefill", "a", None, wrap=False).mark == "own"
+    assert seen == []
+    one.create_backend("prefill", "a", None)
+    assert seen == ["own"]

@@ -19,7 +19,7 @@ from .config import AttentionConfig
 from .decision import Choice, Decision
 from .device import DeviceFacts
 from .entry import State
-from .errors import AttnplugError, BackendIncompatible, BackendLoadError, ConfigError, ContractViolation
+from .errors import AttnplugError, BackendIncompatible, BackendLoadError, ConfigError
 from .plugin import (
     LoadedPlugin,
     culprit,
@@ -29,6 +29,8 @@ from .plugin import (
     named,
     new_plugin_manager,
     probe_plugin,
+    require_backend,
+    run_wrap_hook,
     texts,
     validate_options,
 )
@@ -163,7 +165,8 @@ class BackendManager:
             name: The backend.
             env: Where it runs.
             options: Its options, validated or raw; the configuration's ``[backend.NAME]`` by default.
-            wrap: Whether the wrap hooks run now; a caller that composes backends first calls ``wrap_backend`` later.
+            wrap: Whether the observers' wrap hooks run now, after the plugin's own; who composes backends calls
+                ``wrap_backend`` later.
 
         Raises:
             BackendLoadError: The plugin fails to load or to create.
@@ -178,14 +181,16 @@ class BackendManager:
             backend = hooks.attnplug_create_backend(name=loaded.name, env=env, options=options)
         except AttnplugError:
             raise  # Already says what, and is no failure of the plugin: it refused what it was asked.
-        except Exception as error:
+        # Foreign code, as in load_plugin.
+        except (Exception, SystemExit) as error:
             if culprit(hooks, "attnplug_create_backend", error) in self._observers:
                 with named(hooks, "attnplug_create_backend"):
                     raise
             raise failed(loaded.entry, self.catalog, "create its backend", error) from error
-        _require_backend(backend, f"attnplug_create_backend of {loaded.entry.dist}")
+        require_backend(backend, f"attnplug_create_backend of {loaded.entry.dist}")
+        backend = run_wrap_hook(loaded.name, loaded.plugin, backend, env)
         if wrap:
-            backend = self.wrap_backend(backend, env, role=role, name=loaded.name)
+            backend = self.wrap_backend(backend, env)
         with named(hooks, "attnplug_backend_created"):
             hooks.attnplug_backend_created.call_historic(
                 kwargs={"name": loaded.name, "backend": backend, "spec": loaded.spec}
@@ -222,30 +227,15 @@ class BackendManager:
             return Created(backend, candidate.name)
         raise _no_backend(choice, decision, failures) from failures[0]
 
-    def wrap_backend(
-        self, backend: AttentionBackend, env: BackendEnv, *, role: Role | str | None = None, name: str | None = None
-    ) -> AttentionBackend:
-        """Run the wrap hooks in order: the backend's own plugin first, then the observers as they were registered.
+    def wrap_backend(self, backend: AttentionBackend, env: BackendEnv) -> AttentionBackend:
+        """Run the observers' wrap hooks, as they were registered.
 
         Args:
             backend: A backend, or a composition of several.
             env: Where it runs.
-            role: With ``name``: whose own plugin is asked too; observers alone by default.
-            name: See ``role``.
         """
-        manager = self._cold
-        if role is not None and name is not None:
-            manager = self._role_manager(Role(role), self.load(name))
-        for name, plugin in manager.list_name_plugin():
-            # One at a time, each given what the one before returned: a broadcast would give all the same backend.
-            alone = new_plugin_manager()
-            alone.register(plugin, name)
-            with named(alone.hook, "attnplug_wrap_backend"):
-                answers = alone.hook.attnplug_wrap_backend(backend=backend, env=env)
-            for wrapped in answers:
-                if wrapped is not None:
-                    _require_backend(wrapped, f"attnplug_wrap_backend of {name}")
-                    backend = wrapped
+        for name, plugin in self._observers.items():
+            backend = run_wrap_hook(name, plugin, backend, env)
         return backend
 
     def explain(self, decision: Decision) -> list[str]:
@@ -289,12 +279,3 @@ def _no_backend(choice: Choice, decision: Decision, failures: Sequence[BackendLo
         f"{choice.role.value}: no backend that fallback = {decision.fallback!r} allows loads:\n  {text}",
         remedy=failures[0].remedy,
     )
-
-
-def _require_backend(backend: object, who: str) -> None:
-    from .backend import AttentionBackend
-
-    if not isinstance(backend, AttentionBackend):
-        raise ContractViolation(
-            f"{who} returned a {type(backend).__name__}; allowed: an attnplug.backend.AttentionBackend"
-        )

@@ -16,11 +16,13 @@ from ._faults import config_error
 from ._metadata import PLUGINS_GROUP, Announcement, Scan
 from .catalog import Catalog
 from .entry import Entry, State
-from .errors import AttnplugError, BackendLoadError, ConfigError, Reason
+from .errors import AttnplugError, BackendLoadError, ConfigError, ContractViolation, Reason
 from .hookspecs import PROJECT, HookSpecs
 from .spec import BackendSpec
 
 if TYPE_CHECKING:
+    from .assembly.env import BackendEnv
+    from .backend import AttentionBackend
     from .device import DeviceFacts
 
 
@@ -102,15 +104,16 @@ def named(hooks: pluggy.HookRelay, hook: str, who: str = "") -> Iterator[None]:
     except Exception as error:
         who = who or culprit(hooks, hook, error)
         raise BackendLoadError(
-            f"plugin {who or 'of unknown name'!r} failed in {hook}: {type(error).__name__}: {error}",
+            f"{f'plugin {who!r}' if who else 'a plugin'} failed in {hook}: {type(error).__name__}: {error}",
             remedy="repair or upgrade it, or take it out of the configuration",
         ) from error
 
 
 def culprit(hooks: pluggy.HookRelay, hook: str, error: BaseException) -> str:
-    """Return the name of the plugin whose hook raised, told by the innermost frame that is one; empty: none is."""
-    codes = {getattr(one.function, "__code__", None): one.plugin_name for one in getattr(hooks, hook).get_hookimpls()}
-    name, trace = "", error.__traceback__
+    """Return the plugin whose hook raised: that of the innermost frame which is one, else the only one; or nothing."""
+    found = getattr(hooks, hook).get_hookimpls()
+    codes = {getattr(one.function, "__code__", None): one.plugin_name for one in found}
+    name, trace = found[0].plugin_name if len(found) == 1 else "", error.__traceback__
     while trace is not None:
         name, trace = codes.get(trace.tb_frame.f_code, name), trace.tb_next
     return name
@@ -214,3 +217,26 @@ def _no_observer(name: str, found: Sequence[Announcement], names: Sequence[str],
         allowed=allowed,
         remedy="install the distribution that brings it, or take it out of [plugins] load",
     )
+
+
+def run_wrap_hook(name: str, plugin: object, backend: AttentionBackend, env: BackendEnv) -> AttentionBackend:
+    """Run one plugin's wrap hook alone: a broadcast would give all the same backend."""
+    alone = new_plugin_manager()
+    alone.register(plugin, name)
+    with named(alone.hook, "attnplug_wrap_backend"):
+        answers = alone.hook.attnplug_wrap_backend(backend=backend, env=env)
+    for wrapped in answers:
+        if wrapped is not None:
+            require_backend(wrapped, f"attnplug_wrap_backend of {name}")
+            backend = wrapped
+    return backend
+
+
+def require_backend(backend: object, who: str) -> None:
+    """Raise ContractViolation where what a hook returned is no backend."""
+    from .backend import AttentionBackend
+
+    if not isinstance(backend, AttentionBackend):
+        raise ContractViolation(
+            f"{who} returned a {type(backend).__name__}; allowed: an attnplug.backend.AttentionBackend"
+        )
