@@ -11,8 +11,9 @@ from mla_world import FORMS, SIZES, YARN, Recorder, expanding, make_config, make
 from torch import Tensor
 
 from attnplug.spec import Feature
-from attnplug_transformers import core, latent
+from attnplug_transformers import latent
 from attnplug_transformers.latent import _magnitude
+from attnplug_transformers.runner import ModelRunner
 
 FACTOR = 4.0
 """Between two right computations: each has its own roundings, and a row its luck. Here it comes to 1.8 at
@@ -57,7 +58,15 @@ def forced_logits(engine, model, tokens: list[int], monkeypatch: pytest.MonkeyPa
     """Return the logits after each token: of a prompt in chunks, then of decode steps that are told what to say."""
     rows = []
     left = iter(tokens[PROMPT:])
-    monkeypatch.setattr(core, "sample", lambda logits, params, uniforms: [next(left, 0)])
+    run = ModelRunner.run
+
+    def forced(runner, inputs):
+        told = torch.full_like(run(runner, inputs), -1.0)
+        for row in told:
+            row[next(left, 0)] = 1.0
+        return told
+
+    monkeypatch.setattr(ModelRunner, "run", forced)
     hook = model.model.register_forward_hook(lambda module, args, output: rows.append(output.last_hidden_state[0]))
     try:
         engine.generate([tokens[:PROMPT]], LENGTH - PROMPT + 1)
