@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from .encoder_batch import EncoderStep, encoder_fields, make_encoder_step
 from .pages import RequestTable
 from .scheduler import ScheduledRows, StepPlan
 
-__all__ = ["BatchBuilder", "StepInputs"]
+__all__ = ["Ahead", "BatchBuilder", "StepInputs"]
 
 
 class StepInputs(NamedTuple):
@@ -31,6 +32,15 @@ class StepInputs(NamedTuple):
     """[n] int64, device: the token rows after which a token is chosen."""
     encoder: EncoderStep | None = None
     """What the encoder does before it; None where it brings no new request of an encoder-decoder."""
+
+
+class Ahead(NamedTuple):
+    """Tokens of the step before, which the device has chosen and the host does not know yet."""
+
+    ids: Tensor
+    """[n] int64, device."""
+    places: Mapping[int, int]
+    """Of each request, by its id, the place of its token."""
 
 
 class BatchBuilder:
@@ -53,21 +63,31 @@ class BatchBuilder:
         self._table, self._translator, self._device = table, translator, device
         self._encoder_table = encoder_table
 
-    def build(self, plan: StepPlan) -> StepInputs:
-        """Return a step's inputs; the device tensors are views of one buffer that nothing overwrites."""
+    def build(self, plan: StepPlan, ahead: Ahead | None = None) -> StepInputs:
+        """Return a step's inputs; the device tensors are views of one buffer that nothing overwrites.
+
+        Args:
+            plan: The step's work.
+            ahead: Where rows get the tokens that the host does not know; None where it knows all.
+        """
         rows = plan.rows
         counts = [row.num_tokens for row in rows]
         ends = list(accumulate(counts))
         b, t = len(rows), ends[-1]
         sampled = [end - 1 for row, end in zip(rows, ends) if row.samples]
         is_decode = plan.mode is ForwardMode.DECODE
-        wide, narrow = 3 * t + 2 * b + len(sampled), 0 if is_decode else 3 * b
+        fed = [(end - 1, row.request.request_id) for row, end in zip(rows, ends) if row.is_ahead]
+        given = 3 * t + 2 * b + len(sampled)
+        wide, narrow = given + 2 * len(fed), 0 if is_decode else 3 * b
         host = torch.empty(wide + (narrow + 1) // 2, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         packed = host.numpy()
         seq_lens = [row.start + row.num_tokens for row in rows]
         packed[3 * t : 3 * t + b] = [row.request.row for row in rows]
         packed[3 * t + b : 3 * t + 2 * b] = seq_lens
-        packed[3 * t + 2 * b : wide] = sampled
+        packed[3 * t + 2 * b : given] = sampled
+        if ahead is not None and fed:
+            packed[given : given + len(fed)] = [row for row, _ in fed]
+            packed[given + len(fed) : wide] = [ahead.places[request_id] for _, request_id in fed]
         if is_decode:
             self._fill_decode(packed, rows)
         else:
@@ -78,6 +98,8 @@ class BatchBuilder:
             narrow_view[2 * b : 3 * b] = [end - count for end, count in zip(ends, counts)]
         device = host.to(self._device, non_blocking=True)
         input_ids, positions, slots = device[:t], device[t : 2 * t], device[2 * t : 3 * t]
+        if ahead is not None and fed:
+            input_ids[device[given : given + len(fed)]] = ahead.ids[device[given + len(fed) : wide]]
         row_ids = device[3 * t : 3 * t + b]
         extend = {} if is_decode else self._extend_fields(device[wide:].view(torch.int32), rows, counts, t)
         requests, crossing = [row.request for row in rows], dict[str, Any]()
@@ -102,11 +124,11 @@ class BatchBuilder:
             **crossing,
         )
         encoder = make_encoder_step(requests, self._translator, self._device) if crossing else None
-        return StepInputs(batch, input_ids, device[3 * t + 2 * b : wide], encoder)
+        return StepInputs(batch, input_ids, device[3 * t + 2 * b : given], encoder)
 
     def _fill_decode(self, packed: npt.NDArray[np.int64], rows: list[ScheduledRows]) -> None:
         b = len(rows)
-        packed[:b] = [row.request.tokens[row.start] for row in rows]
+        packed[:b] = [0 if row.is_ahead else row.request.tokens[row.start] for row in rows]
         packed[b : 2 * b] = [row.start for row in rows]
         packed[2 * b : 3 * b] = self._table.host[packed[3 * b : 4 * b], packed[b : 2 * b]]
 
@@ -114,7 +136,8 @@ class BatchBuilder:
         at = 0
         for request, start, count in rows:
             stop = start + count
-            packed[at : at + count] = request.tokens[start:stop]
+            known = request.tokens[start:stop]
+            packed[at : at + len(known)], packed[at + len(known) : at + count] = known, 0
             packed[t + at : t + at + count] = np.arange(start, stop)
             packed[2 * t + at : 2 * t + at + count] = self._table.host[request.row, start:stop]
             at += count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
@@ -31,10 +32,12 @@ from .loading import dtype_name, resolve_device, resolve_dtype
 from .loop import RequestLoop
 from .model_source import open_model
 from .model_spec import encoder_len_of, model_spec_from_config, refuse_encoder
+from .overlap import read_end_fence
 from .pages import PageAllocator
 from .runner import ModelRunner
 from .scheduler import Scheduler, SchedulerLimits
 from .sizes import choose_sizes
+from .step_graphs import StepGraphs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,6 +69,11 @@ class Engine(RequestLoop):
         kv_cache_bytes: Both, in bytes; by default 2 GiB on a CPU, and 80 % of what is free on a GPU.
         backend_factory: Builds the backend in place of the configuration, for backends made by hand.
         check_batches: Check the values of each step's batch too, which synchronises.
+        graphs: "auto", "off" or "emulated", see ``step_graphs.GraphChoice``; the configuration's by default.
+        graph_buckets: Batch sizes to capture; the configuration's by default, and without one those of
+            ``attnplug.graphs.buckets.batch_buckets``.
+        overlap: Prepare a step while the one before runs; by default on a GPU where every backend says when it has read
+            what the preparation overwrites. Tokens are the same with and without.
 
     Raises:
         AttnplugError: The model cannot be served, no backend fits it, or an argument is wrong.
@@ -89,6 +97,9 @@ class Engine(RequestLoop):
         kv_cache_bytes: int | None = None,
         backend_factory: BackendFactory | None = None,
         check_batches: bool = False,
+        graphs: str | None = None,
+        graph_buckets: Sequence[int] | None = None,
+        overlap: bool | None = None,
         selection: Selection | None = None,
     ) -> None:
         check_placement(model, device, dtype)
@@ -142,11 +153,24 @@ class Engine(RequestLoop):
             intake = EncoderIntake(model, tokenizer, self.sizes, adapter.feature_shape(model))
         self.encoder_pages = None if room is None else room.pages
         self.scheduler = Scheduler(limits, self.pages, serving.table, room)
+        fence = read_end_fence(self.backend, self.device, overlap)
+        runner = ModelRunner(model, bridge, self.backend, fence)
+        attention_table = self.config.attention
+        self.graphs = runner.graphs = StepGraphs(
+            runner.decode,
+            self.backend,
+            choice=attention_table.graphs if graphs is None else graphs,
+            device=self.device,
+            max_batch_size=self.sizes.max_batch_size,
+            buckets=attention_table.graph_buckets if graph_buckets is None else graph_buckets,
+            fence=fence,
+        )
         core = EngineCore(
             self.scheduler,
             BatchBuilder(serving.table, serving.translator, self.device, serving.encoder_table),
-            ModelRunner(model, bridge, self.backend),
+            runner,
             num_slots=serving.pool.num_slots if check_batches else None,
+            fence=fence,
         )
         super().__init__(core, intake, tokenizer)
 
@@ -168,6 +192,9 @@ class Engine(RequestLoop):
         kv_cache_bytes: int | None = None,
         backend_factory: BackendFactory | None = None,
         check_batches: bool = False,
+        graphs: str | None = None,
+        graph_buckets: Sequence[int] | None = None,
+        overlap: bool | None = None,
     ) -> Engine:
         """Load a model with its tokenizer and serve it; what no installed backend can serve is refused before that.
 
@@ -186,6 +213,9 @@ class Engine(RequestLoop):
             kv_cache_bytes: Both, in bytes.
             backend_factory: Builds the backend in place of the configuration.
             check_batches: Check the values of each step's batch too.
+            graphs: "auto", "off" or "emulated".
+            graph_buckets: Batch sizes to capture.
+            overlap: Prepare a step while the one before runs.
 
         Raises:
             AttnplugError: The model cannot be found, loaded or served, or an argument is wrong.
@@ -211,6 +241,9 @@ class Engine(RequestLoop):
             kv_cache_bytes=kv_cache_bytes,
             backend_factory=backend_factory,
             check_batches=check_batches,
+            graphs=graphs,
+            graph_buckets=graph_buckets,
+            overlap=overlap,
             selection=selection,
         )
 

@@ -67,7 +67,7 @@ class RequestTable:
         """[R, width] int32."""
         host = torch.from_numpy(self.host)
         # On a CPU both are one memory. Elsewhere a copy on the current stream keeps a row in order with the kernels.
-        self._shared = device.type == "cpu"
+        self._shared, self._pins = device.type == "cpu", device.type == "cuda"
         self.device_table = host if self._shared else host.to(device)
         """[R, width] int32, device: what the translator reads."""
         self._free_rows = list(range(num_requests, 0, -1))
@@ -92,4 +92,7 @@ class RequestTable:
         part = slice(start, start + slots.size)
         self.host[row, part] = slots.reshape(-1)
         if not self._shared:
-            self.device_table[row, part].copy_(torch.from_numpy(self.host[row, part]))
+            # Pinned memory of its own: a copy from it waits for nothing, and nothing overwrites it before the copy.
+            staged = torch.empty(slots.size, dtype=torch.int32, pin_memory=self._pins)
+            staged.copy_(torch.from_numpy(self.host[row, part]))
+            self.device_table[row, part].copy_(staged, non_blocking=True)

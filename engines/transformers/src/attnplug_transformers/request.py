@@ -21,6 +21,8 @@ class RequestStatus(Enum):
     """Holds no row and no pages; after a preemption, still those of its encoder."""
     RUNNING = "running"
     """Holds a row of ``req_to_token`` and pages."""
+    ENDING = "ending"
+    """Its last token is computed but not known yet; holds no row and no pages of the decoder."""
     FINISHED = "finished"
 
 
@@ -42,6 +44,8 @@ class EngineRequest:
     """Prompt and output: all that is known, whether its keys are in the pool or not."""
     num_computed: int = 0
     """How many of the tokens have their keys and values in the pool."""
+    num_ahead: int = 0
+    """Tokens after ``tokens`` that a step has chosen on the device and the host does not know yet."""
     pages: list[int] = field(default_factory=list)
     encoder: EncoderInput | None = None
     """What its encoder reads; None where the model has none."""
@@ -66,9 +70,19 @@ class EngineRequest:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def length(self) -> int:
+        """How many tokens it has, those that the host does not know yet too."""
+        return len(self.tokens) + self.num_ahead
+
+    @property
     def num_pending(self) -> int:
-        """Known tokens that are not in the pool yet: 1 while decoding."""
-        return len(self.tokens) - self.num_computed
+        """Tokens that are not in the pool yet: 1 while decoding."""
+        return self.length - self.num_computed
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has as many tokens as it may have."""
+        return self.length - len(self.prompt) >= self.max_new_tokens or self.length >= self.max_len
 
     @property
     def is_decoding(self) -> bool:
@@ -81,5 +95,5 @@ class EngineRequest:
         stopped = self.text is not None and self.text.push(token)
         if token in self.end_ids or stopped:
             self.finish_reason = "stop"
-        elif len(self.tokens) - len(self.prompt) >= self.max_new_tokens or len(self.tokens) >= self.max_len:
+        elif self.is_full and not self.num_ahead:
             self.finish_reason = "length"

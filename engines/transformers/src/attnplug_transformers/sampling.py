@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnplug.errors import ConfigError
 
-__all__ = ["SamplingParams", "sample"]
+__all__ = ["SamplingParams", "choose"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,8 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int]:
-    """Choose a token a row; one synchronisation.
+def choose(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """Choose a token a row, on the device; nothing synchronises.
 
     Args:
         logits: [n, vocabulary], any float dtype, any device; not changed.
@@ -62,16 +62,21 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
         uniforms: A number of [0, 1) a row, from its request's generator; not read for greedy rows.
 
     Returns:
-        n token ids.
+        [n] int64 token ids, in memory of their own.
     """
     tokens = torch.argmax(logits, dim=-1)
     rows = [row for row, one in enumerate(params) if not one.is_greedy]
     if rows:
-        index = torch.tensor(rows, device=logits.device)
+        index = _on(logits.device, rows, torch.int64)
         chosen = _draw(logits[index], [params[row] for row in rows], [uniforms[row] for row in rows])
         tokens = tokens.index_copy(0, index, chosen)
-    ids: list[int] = tokens.tolist()
-    return ids
+    return tokens
+
+
+def _on(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Return numbers of the host as a tensor of the device, without waiting for what it runs."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
@@ -79,7 +84,7 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[f
     device, vocabulary = logits.device, logits.shape[-1]
 
     def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(-1)
+        return _on(device, values, torch.float32).unsqueeze(-1)
 
     probs = torch.softmax(logits.float() / column([one.temperature for one in params]), dim=-1)
     if all(one.top_k in (0, vocabulary) and one.top_p == 1.0 for one in params):

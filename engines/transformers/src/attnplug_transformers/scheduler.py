@@ -26,8 +26,13 @@ class ScheduledRows(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        """Whether the last of them is the last known token, so that the next one is chosen after it."""
-        return self.start + self.num_tokens == len(self.request.tokens)
+        """Whether the last of them is the request's last, so that the next one is chosen after it."""
+        return self.start + self.num_tokens == self.request.length
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the last of them is on the device alone."""
+        return self.start + self.num_tokens > len(self.request.tokens)
 
 
 class StepPlan(NamedTuple):
@@ -108,13 +113,31 @@ class Scheduler:
             return
         if request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
-        else:
+        elif request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._release(request)
         if self.encoder is not None:
             self.encoder.release(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.error = reason, error
+
+    def retire(self, request: EngineRequest) -> None:
+        """Schedule a running request no more: its last token is computed, and ``finish`` follows when it is known.
+
+        Its pages and row are free at once: what another writes there, the device does after the step that was given.
+        """
+        self.running.remove(request)
+        self._release(request)
+        request.status = RequestStatus.ENDING
+
+    @property
+    def is_short(self) -> bool:
+        """Whether fewer pages are free than the next token of each decoding request needs."""
+        missing = [self._missing(request) for request in self.running if request.is_decoding]
+        return sum(missing) > self.pages.num_free
+
+    def _missing(self, request: EngineRequest) -> int:
+        return self.pages.pages_for(request.num_computed + 1) - len(request.pages)
 
     def _decode_rows(self) -> list[ScheduledRows]:
         rows = []
@@ -125,7 +148,7 @@ class Scheduler:
 
     def _make_room(self, request: EngineRequest) -> bool:
         """Give a decoding request the page its next token needs; False where it lost its place instead."""
-        missing = self.pages.pages_for(request.num_computed + 1) - len(request.pages)
+        missing = self._missing(request)
         while missing > self.pages.num_free:
             victim = self.running[-1]
             if victim is request:
@@ -170,7 +193,7 @@ class Scheduler:
             return False
         if self.encoder is not None and not self.encoder.admits(request, encoder_rows):
             return False
-        needed = self.pages.pages_for(len(request.tokens))
+        needed = self.pages.pages_for(request.length)
         # One page for each running request stays free, or its next page would preempt the newcomer at once.
         if needed > self.pages.num_free - len(self.running):
             return False

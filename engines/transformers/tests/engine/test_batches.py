@@ -44,7 +44,7 @@ def build(mode, *parts):
 
 
 def test_a_mixed_batch():
-    table, (batch, input_ids, logits_rows) = build(ForwardMode.MIXED, (6, 5, 1), (8, 2, 3))
+    table, (batch, input_ids, logits_rows, _) = build(ForwardMode.MIXED, (6, 5, 1), (8, 2, 3))
     assert input_ids.tolist() == [5, 12, 13, 14]
     assert batch.positions.tolist() == [5, 2, 3, 4]
     assert batch.out_cache_loc.tolist() == [5 * 4 + 1, 10 * 4 + 2, 10 * 4 + 3, 8 * 4]
@@ -59,7 +59,7 @@ def test_a_mixed_batch():
 
 
 def test_a_decode_batch():
-    _, (batch, input_ids, logits_rows) = build(ForwardMode.DECODE, (6, 5, 1), (3, 2, 1))
+    _, (batch, input_ids, logits_rows, _) = build(ForwardMode.DECODE, (6, 5, 1), (3, 2, 1))
     assert batch.forward_mode is ForwardMode.DECODE
     assert input_ids.tolist() == [5, 12]
     assert batch.positions.tolist() == [5, 2]

@@ -5,14 +5,14 @@ import torch
 
 from attnplug.errors import ConfigError
 from attnplug_transformers import SamplingParams
-from attnplug_transformers.sampling import sample
+from attnplug_transformers.sampling import choose
 
 
 def draw(probs: list[float], count: int, **params) -> list[float]:
     """Return how often each token is drawn, by uniforms that are spread evenly."""
     logits = torch.tensor(probs).log().expand(count, -1)
     uniforms = [(i + 0.5) / count for i in range(count)]
-    tokens = sample(logits, [SamplingParams(**params)] * count, uniforms)
+    tokens = choose(logits, [SamplingParams(**params)] * count, uniforms).tolist()
     return [tokens.count(i) / count for i in range(len(probs))]
 
 
@@ -45,13 +45,13 @@ def test_top_p_counts_what_top_k_kept_as_the_whole():
 def test_a_token_of_probability_zero_is_never_drawn(uniform):
     logits = torch.tensor([[float("-inf"), 0.0, 1.0, float("-inf")]])
     for extra in ({}, {"top_p": 0.99}):
-        assert sample(logits, [SamplingParams(temperature=1.0, **extra)], [uniform])[0] in (1, 2)
+        assert choose(logits, [SamplingParams(temperature=1.0, **extra)], [uniform])[0] in (1, 2)
 
 
 def test_greedy_and_sampled_rows_share_a_batch():
     logits = torch.tensor([[0.0, 2.0, 1.0]] * 3)
     params = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=5.0, top_k=1)]
-    assert sample(logits, params, [0.0, 0.0, 0.99]) == [1, 0, 1]
+    assert choose(logits, params, [0.0, 0.0, 0.99]).tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize(
