@@ -41,6 +41,7 @@ Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:
 PageSize = Annotated[str | None, typer.Option("--page-size", help="Tokens a page of the KV pool, or auto.")]
 ChunkSize = Annotated[int | None, typer.Option("--chunk-size", help="Most prompt tokens of a step.")]
 BatchSize = Annotated[int, typer.Option("--max-batch-size", help="Most prompts that run at once.")]
+Graphs = Annotated[str | None, typer.Option("--graphs", help="auto: CUDA graphs where they are served; off.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens that reach this probability.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Keep this many tokens; 0 keeps all.")]
@@ -66,6 +67,7 @@ def command(
     page_size: PageSize = None,
     chunk_size: ChunkSize = None,
     max_batch_size: BatchSize = 32,
+    graphs: Graphs = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -84,6 +86,8 @@ def command(
     given = overrides(
         prefill=prefill, decode=decode, linear=None, page_size=page_size, kv_dtype=None, fallback=None, plugins=None
     )
+    if graphs is not None:
+        given["attention.graphs"] = graphs
     attention = AttentionConfig.load(config, overrides=given)
 
     from .engine import Engine
@@ -247,6 +251,7 @@ def _facts(
         "page_size": engine.sizes.page_size,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "device": str(engine.device),
+        "graphs": engine.graphs.facts(),
         "completions": [
             {
                 "prompt": prompt,
