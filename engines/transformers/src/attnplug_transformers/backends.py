@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,7 @@ def build_serving(
     """Allocate the pool and tables, and build the backend over them.
 
     Raises:
+        ConfigError: The pool and the tables are more than the memory has room for.
         BackendLoadError: A plugin fails to load or to create its backend.
     """
     pool_sizes = PoolSizes(
@@ -125,10 +127,11 @@ def build_serving(
         device=device,
         layout=selection.kv_layout,
     )
-    pool = adapter.make_pool(spec, pool_sizes)
     width = sizes.limits.max_context_len
-    table = RequestTable(sizes.max_batch_size, width, sizes.page_size, device)
-    encoder = RequestTable(sizes.max_batch_size, width, sizes.page_size, device) if sizes.max_encoder_len else None
+    with _fitting(sizes):
+        pool = adapter.make_pool(spec, pool_sizes)
+        table = RequestTable(sizes.max_batch_size, width, sizes.page_size, device)
+        encoder = RequestTable(sizes.max_batch_size, width, sizes.page_size, device) if sizes.max_encoder_len else None
     translator = KVIndexTranslator(
         pool,
         table.device_table,
@@ -154,6 +157,21 @@ def build_serving(
         assert selection.manager is not None
         backend = build_attention_backends(spec, selection.decision, env, selection.manager).attn_backend
     return Serving(backend, translator, table, pool, encoder)
+
+
+@contextmanager
+def _fitting(sizes: EngineSizes) -> Iterator[None]:
+    """Raise what allocation raises again, as an error that says which sizes were too large."""
+    try:
+        yield
+    # torch's allocators have no common error: RuntimeError on a CPU, its subclass OutOfMemoryError on a GPU.
+    except (MemoryError, RuntimeError) as error:
+        raise ConfigError(
+            f"there is no memory for {sizes.num_pages} pages of {sizes.page_size} tokens and a table of "
+            f"{sizes.max_batch_size} requests by {sizes.limits.max_context_len} positions: {error}",
+            key="engine",
+            remedy="lower num_pages (or kv_cache_bytes), max_batch_size or max_context_len",
+        ) from error
 
 
 def serves_mixed(backend: AttentionBackend, spec: ModelSpec) -> bool:

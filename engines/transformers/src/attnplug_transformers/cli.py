@@ -83,6 +83,8 @@ def command(
     from attnplug.config import AttentionConfig
 
     prompts = _read_prompts(prompt, prompts_file)
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens is {max_new_tokens}; allowed: at least 1", key="max_new_tokens")
     given = overrides(
         prefill=prefill, decode=decode, linear=None, page_size=page_size, kv_dtype=None, fallback=None, plugins=None
     )
@@ -133,6 +135,8 @@ def command(
 
 
 def _read_prompts(given: Sequence[str] | None, path: Path | None) -> list[str]:
+    from .intake import text_fault
+
     prompts = list(given or ())
     if path is not None:
         try:
@@ -147,6 +151,9 @@ def _read_prompts(given: Sequence[str] | None, path: Path | None) -> list[str]:
     empty = [str(place) for place, text in enumerate(prompts) if not text]
     if empty:
         raise ConfigError(f"prompt {', '.join(empty)} is empty; allowed: at least one character", key="prompt")
+    broken = [f"prompt {place}: {fault}" for place, text in enumerate(prompts) if (fault := text_fault(text))]
+    if broken:
+        raise ConfigError("; ".join(broken), key="prompt")
     return prompts
 
 

@@ -102,7 +102,11 @@ class Intake:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 return (), ["it is a text, and this engine has no tokenizer; allowed: token ids"]
+            if fault := text_fault(prompt):
+                return (), [fault]
             return tuple(self._tokenizer.encode(prompt)), []
+        if isinstance(prompt, (bytes, bytearray)):  # Their items are numbers, and would pass for token ids.
+            return (), [f"it is {type(prompt).__name__}; allowed: a text, or a list of token ids"]
         try:
             return tuple(as_int(token) for token in prompt), []
         except TypeError:
@@ -133,6 +137,15 @@ class Intake:
         if strange:
             faults.append(f"token {strange[0]} is outside the vocabulary; allowed: 0 … {self._vocabulary - 1}")
         return faults
+
+
+def text_fault(text: str) -> str:
+    """Return what makes a text none that a tokenizer takes: half a character, as bytes that are no UTF-8 give."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is {text[error.start]!r}, half a character; allowed: text of UTF-8"
+    return ""
 
 
 def end_token_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -71,7 +71,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     allowed = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
     try:
-        place = torch.device(device or ("cuda" if count else "cpu"))
+        place = torch.device(("cuda" if count else "cpu") if device is None else device)
     except RuntimeError as error:
         raise ConfigError(
             f"device {device!r} is none; allowed: {allowed}", key="device", value=str(device), allowed=allowed

@@ -59,6 +59,10 @@ def open_model(path_or_id: str) -> ModelSource:
     Raises:
         UnsupportedModel: Nothing of that kind is there, or it is broken; names what was tried.
     """
+    if not path_or_id:
+        raise UnsupportedModel(
+            "the model's name is empty", remedy="give a folder, a .gguf file, or a name: --model PATH"
+        )
     found = find_local(path_or_id)
     if found is not None:
         return found

@@ -26,6 +26,17 @@ def test_all_bad_prompts_are_named_before_anything_runs(llama, serve):
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("prompt", [b"\1\2", bytearray(2)], ids=["bytes", "bytearray"])
+def test_bytes_are_no_token_ids(llama, serve, prompt):
+    with pytest.raises(RequestRefused, match="allowed: a text, or a list of token ids"):
+        serve(llama).generate([prompt])
+
+
+def test_a_pool_beyond_the_memory_is_refused(llama, serve):
+    with pytest.raises(ConfigError, match="there is no memory for 100000000 pages of 16 tokens"):
+        serve(llama, num_pages=100_000_000, page_size=16, kv_cache_bytes=None)
+
+
 def test_one_text_in_place_of_a_list_is_refused(llama, serve):
     with pytest.raises(ConfigError, match="a list of texts"):
         serve(llama).generate("hello")
