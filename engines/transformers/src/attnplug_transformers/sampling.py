@@ -13,6 +13,10 @@ from attnplug.errors import ConfigError
 __all__ = ["SamplingParams", "choose"]
 
 
+_TINY = torch.finfo(torch.float32).tiny
+"""What is smaller than this is 0 in float32."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request chooses its tokens, and where it stops."""
@@ -86,7 +90,9 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[f
     def column(values: Sequence[float]) -> Tensor:
         return _on(device, values, torch.float32).unsqueeze(-1)
 
-    probs = torch.softmax(logits.float() / column([one.temperature for one in params]), dim=-1)
+    # From the largest down, so that a temperature near 0 makes -inf of the others, and no inf - inf of all.
+    below = logits.float() - logits.float().amax(-1, keepdim=True)
+    probs = torch.softmax(below / column([max(one.temperature, _TINY) for one in params]), dim=-1)
     if all(one.top_k in (0, vocabulary) and one.top_p == 1.0 for one in params):
         return _invert(probs, column(uniforms)).squeeze(-1)
     probs, order = torch.sort(probs, dim=-1, descending=True, stable=True)
@@ -95,7 +101,7 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[f
     probs = torch.where(torch.arange(vocabulary, device=device) < kept, probs, torch.zeros_like(probs))
     probs = probs / probs.sum(-1, keepdim=True)
     before = torch.cumsum(probs, dim=-1) - probs
-    probs = torch.where(before < column([one.top_p for one in params]), probs, torch.zeros_like(probs))
+    probs = torch.where(before < column([max(one.top_p, _TINY) for one in params]), probs, torch.zeros_like(probs))
     return torch.gather(order, -1, _invert(probs, column(uniforms))).squeeze(-1)
 
 
@@ -104,4 +110,5 @@ def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
     totals = torch.cumsum(probs, dim=-1)
     # A uniform of nearly 1 rounds to the total itself; the last index below it is the last with a weight.
     target = torch.minimum(uniforms * totals[:, -1:], torch.nextafter(totals[:, -1:], torch.zeros_like(uniforms)))
-    return torch.searchsorted(totals, target, right=True)
+    # Logits that are NaN lead past the end; that request's text is lost, and must not take the whole step with it.
+    return torch.searchsorted(totals, target, right=True).clamp_max(probs.shape[-1] - 1)

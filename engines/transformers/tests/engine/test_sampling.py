@@ -36,6 +36,19 @@ def test_top_p_keeps_the_token_that_reaches_the_sum():
     assert draw([0.1, 0.6, 0.3], 900, temperature=1.0, top_p=1e-9) == pytest.approx([0, 1, 0])
 
 
+def test_numbers_that_float32_has_not_take_the_likeliest():
+    assert draw([0.1, 0.6, 0.3], 9, temperature=1e-300) == [0, 1, 0]
+    assert draw([0.1, 0.6, 0.3], 9, temperature=1.0, top_p=1e-300) == [0, 1, 0]
+
+
+def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary():
+    logits = torch.tensor([[float("nan")] * 4, [0.0, 1.0, 2.0, 3.0]])
+    for extra in ({}, {"top_p": 0.9}):
+        tokens = choose(logits, [SamplingParams(temperature=1.0, **extra)] * 2, [0.5, 0.999])
+        assert 0 <= int(tokens[0]) < 4
+        assert int(tokens[1]) == 3
+
+
 def test_top_p_counts_what_top_k_kept_as_the_whole():
     # Of 0.4 and 0.3, the first has 0.57: enough alone for 0.5, though of all it has 0.4 only.
     assert draw([0.4, 0.3, 0.3], 900, temperature=1.0, top_k=2, top_p=0.5) == pytest.approx([1, 0, 0])
