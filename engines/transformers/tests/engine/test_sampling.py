@@ -42,7 +42,7 @@ def test_numbers_that_float32_has_not_take_the_likeliest():
 
 
 def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary():
-    logits = torch.tensor([[float("nan")] * 4, [0.0, 1.0, 2.0, 3.0]])
+    logits = torch.tensor([[float("nan")] * 4, [0.0, 0.0, 0.0, 50.0]])
     for extra in ({}, {"top_p": 0.9}):
         tokens = choose(logits, [SamplingParams(temperature=1.0, **extra)] * 2, [0.5, 0.999])
         assert 0 <= int(tokens[0]) < 4
