@@ -70,8 +70,7 @@ def test_a_layer_imports_nothing_above_it(modules, denied):
 
 
 def test_listing_real_plugins_imports_neither_torch_nor_pydantic():
-    # A listing looks whether kernel libraries are there, through the same finders that would deny them: it must not load
-    # them.
+    # A listing looks for kernel libraries through the same finders that would deny them, but loads none.
     code = "from attnplug.cli import main\nsys.exit(main(['list', '--json']) or 'triton' in sys.modules)"
     assert run(code, {"torch", "pydantic", "pluggy", "typer", "transformers"}).startswith("[")
 
