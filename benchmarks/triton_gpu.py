@@ -34,6 +34,8 @@ from attnplug_triton.kernels.extend_launch import Queries, extend_attention, row
 
 ROTATE_BYTES = 300e6
 MOST_POOLS = 10
+HOPPER = True
+"""Whether the Gluon kernels are timed; see --no-hopper."""
 
 
 class Data:
@@ -138,7 +140,7 @@ def graph_us(call: Any, pools: int, repeats: int) -> float:
     return statistics.median(times)
 
 
-def decode_choices(case: BenchCase, variants: bool) -> dict[str, tuple[TileConfig, Schedule]]:
+def decode_choices(case: BenchCase, page: int, variants: bool) -> dict[str, Any]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     width = case.query_lens[0]
     rows = width * case.heads // case.kv_heads
@@ -160,7 +162,9 @@ def decode_choices(case: BenchCase, variants: bool) -> dict[str, tuple[TileConfi
         return decode_tile(widths, rows, 2, launched, sms, stored), schedule
 
     ragged = max(case.lens) * case.batch > 1.5 * sum(case.lens) and longest > 1024
-    choices = {"chosen": plan(ragged)}
+    choices: dict[str, Any] = {"chosen": plan(ragged and programs_per_sm(one) > 1)}
+    if HOPPER and case.rope and case.heads % 64 == 0 and page % 64 == 0:
+        choices = {"hopper": (None, choices["chosen"][1])} | choices
     if not variants:
         return choices
     tile, schedule = choices["chosen"]
@@ -186,14 +190,22 @@ def decode_choices(case: BenchCase, variants: bool) -> dict[str, tuple[TileConfi
     return choices
 
 
-def run_decode(data: Data, tile: TileConfig, schedule: Schedule, pdl: bool, repeats: int) -> float:
+def run_decode(data: Data, tile: TileConfig | None, schedule: Schedule, pdl: bool, repeats: int) -> float:
     case, width = data.case, data.case.query_lens[0]
     rows = max(schedule.partials, 1) * width * case.heads
     partials = Partials(
         torch.full((rows * case.dim,), float("nan"), device="cuda"), torch.full((rows,), float("nan"), device="cuda")
     )
 
+    def hopper(pool: int) -> None:
+        from attnplug_triton.kernels.mla_hopper_launch import mla_hopper
+
+        mla_hopper(data.q, data.q_rope, data.keys(pool), data.rules, schedule=schedule, partials=partials, out=data.out)
+
     def call(pool: int) -> None:
+        if tile is None:
+            hopper(pool)
+            return
         decode_attention(
             data.q, data.keys(pool), data.rules, data.widths, query_len=width, schedule=schedule, tile=tile,
             partials=partials, out=data.out, q_rope=data.q_rope, pdl=pdl,
@@ -202,10 +214,6 @@ def run_decode(data: Data, tile: TileConfig, schedule: Schedule, pdl: bool, repe
     data.out.fill_(float("nan"))
     us = graph_us(call, len(data.pools), repeats)
     return us
-
-
-HOPPER = True
-"""Whether the Gluon kernel is timed; see --no-hopper."""
 
 
 def extend_choices(case: BenchCase, page: int, variants: bool) -> dict[str, Any]:
@@ -353,7 +361,7 @@ def time_case(case: BenchCase, page: int, variants: bool, quick: bool, deadline:
     repeats = 1 if quick else max(pools, min(30, int(4000 / max(case.floor_us, 20))))
     rows = []
     choices: dict[str, Any] = (
-        decode_choices(case, variants) if is_decode(case) else extend_choices(case, page, variants)
+        decode_choices(case, page, variants) if is_decode(case) else extend_choices(case, page, variants)
     )
     for name, choice in choices.items():
         if time.time() > deadline:

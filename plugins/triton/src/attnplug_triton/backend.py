@@ -18,9 +18,9 @@ from attnplug.modes import AttentionType, ForwardMode, KVSpace, MlaForm, SharedR
 from attnplug.spec import BackendSpec, Kind
 
 from .checks import check_call, check_mla
+from .decode_path import DecodePath
 from .extend_path import Call, ExtendPath
-from .kernels.args import INTERPRETED, Keys, Rules, Table, Tree, Widths
-from .kernels.decode_launch import Partials, decode_attention
+from .kernels.args import Keys, Rules, Table, Tree, Widths
 from .kernels.extend_launch import NewRows
 from .kernels.kv_write import write_kv
 from .metadata import TritonMetadata
@@ -52,7 +52,7 @@ class TritonBackend(AttentionBackend):
             sms, self._capability = facts.multi_processor_count, 10 * facts.major + facts.minor
             self._check_fp8()
         self._extends = ExtendPath(env, self._capability, options)
-        self._pdl = options.merge_overlap and self._capability >= 90 and not INTERPRETED
+        self._decodes = DecodePath(env, self._capability, options)
         self._planner = Planner(env, options, sms)
         self._pool_layers = tuple(layer for layer in env.model_spec.layers if layer.reads_pool)
         self.kv_index_translator = env.translator
@@ -230,25 +230,7 @@ class TritonBackend(AttentionBackend):
         plan = step.plans.get(layer.group)
         if new is not None or plan is None:
             return self._extend(call, source, new)
-        partials = None
-        if plan.schedule.partials:
-            assert step.attn_logits is not None  # made with the plan
-            assert step.attn_lse is not None
-            partials = Partials(step.attn_logits, step.attn_lse)
-        decode_attention(
-            call.q,
-            source,
-            self._rules(call, step),
-            call.widths,
-            query_len=step.query_len,
-            schedule=plan.schedule,
-            tile=plan.tile,
-            partials=partials,
-            out=call.out,
-            lse=call.lse,
-            q_rope=call.q_rope,
-            pdl=self._pdl,
-        )
+        self._decodes.run(call, step, self._rules(call, step), source, plan)
         return AttentionOutput(call.out, call.lse)
 
     def _extend(self, call: Call, source: Keys | None, new: NewRows | None) -> AttentionOutput:

@@ -20,6 +20,11 @@ from .options import TritonOptions
 _MANY_QUERIES = 1 << 10
 
 
+def has_gluon(capability: int, options: TritonOptions) -> bool:
+    """Whether the Gluon kernels may run: Gluon's names change between versions, so only where they were proven."""
+    return options.hopper_kernels and capability == 90 and triton.__version__.split(".")[:2] == ["3", "6"]
+
+
 class Call(NamedTuple):
     """One layer's call, with what every path needs."""
 
@@ -46,9 +51,7 @@ class ExtendPath:
 
     def __init__(self, env: BackendEnv, capability: int, options: TritonOptions) -> None:
         self._deterministic = env.deterministic
-        # Gluon's names change between versions of Triton: it is imported only where the kernel was run.
-        proven = triton.__version__.split(".")[:2] == ["3", "6"]
-        self._hopper = options.hopper_extend and proven and capability == 90 and not env.deterministic
+        self._hopper = has_gluon(capability, options) and not env.deterministic
 
     def run(self, call: Call, step: TritonMetadata, rules: Rules, source: Keys | None, new: NewRows | None) -> None:
         """Attend a call's rows to a pool, to rows of the call, or to both; its outputs are written."""

@@ -19,6 +19,6 @@ class TritonOptions(BaseModel):
     lengths differ, and in graphs, whose lengths are not known at capture. Uniform batches lose 1 to 6 % by it."""
     merge_overlap: bool = True
     """Let the merge of partial results start while their kernel ends (programmatic dependent launch, since Hopper)."""
-    hopper_extend: bool = True
-    """Run extend over whole pages in the Gluon kernel, where card, shape and Triton's version are those it was proven
-    on; else in the plain kernel, which has the same result."""
+    hopper_kernels: bool = True
+    """Run extend and MLA decode over whole pages in the Gluon kernels, where card, shape and Triton's version are those
+    they were proven on; else in the plain kernels, which have the same results."""

@@ -146,31 +146,67 @@ def decode_attention(
         decode_split_kernel[grid](*runtime, tiles_a_split, **common, SINGLE=not shared, FIXED=schedule.kind == "fixed")
     if not shared:
         return
-    launch = {"launch_pdl": True} if pdl and not INTERPRETED else {}
+    merge_partials(
+        part, keys, rules, schedule, tile.keys, widths.dv, query_len=query_len, out=out, lse=lse, pdl=pdl, early=True
+    )
+
+
+def merge_partials(
+    part: Partials,
+    keys: Keys,
+    rules: Rules,
+    schedule: Schedule,
+    tile_keys: int,
+    width: int,
+    *,
+    query_len: int,
+    out: Tensor,
+    lse: Tensor | None,
+    pdl: bool,
+    early: bool = False,
+) -> None:
+    """Merge what an attention kernel wrote as shares into its answer.
+
+    Args:
+        part: The shares.
+        keys: Whose lengths say how many shares a request has.
+        rules: Window and sinks.
+        schedule: How keys were shared out.
+        tile_keys: Keys a tile of the kernel.
+        width: Dv.
+        query_len: W.
+        out: [B · W, Hq, Dv] contiguous, written.
+        lse: [B · W, Hq] float32, written where given.
+        pdl: Whether the launch may overlap the kernel before it.
+        early: Whether that kernel lets its dependents start early.
+    """
+    tokens, heads = out.shape[0], out.shape[1]
+    overlap = pdl and early and not INTERPRETED
+    launch = {"launch_pdl": True} if overlap else {}
     merge_kernel[(heads, tokens)](
         part.attn_logits,
         part.attn_lse,
-        lengths,
-        sinks,
+        keys.lens,
+        rules.sinks if rules.sinks is not None else out,
         out,
         lse if lse is not None else out,
-        batch,
+        tokens // query_len,
         keys.extra_len,
         schedule.splits,
-        tiles_a_split,
+        max(FIXED_SPLIT_TOKENS // tile_keys, 1),
         HQ=heads,
         W=query_len,
-        DV=widths.dv,
-        BDV=next_power(widths.dv),
-        BN=tile.keys,
+        DV=width,
+        BDV=next_power(width),
+        BN=tile_keys,
         WINDOW=rules.window,
         EXTRA=STREAM_EXTRA,
-        BB=width,
-        BS=min(next_power(schedule.splits, 2), 32 if widths.dv > 256 else 64),
+        BB=next_power(tokens // query_len, 1),
+        BS=min(next_power(schedule.splits, 2), 32 if width > 256 else 64),
         SCHEDULE=_SCHEDULES[schedule.kind],
         HAS_SINKS=rules.sinks is not None,
         HAS_LSE=lse is not None,
-        PDL=pdl,
+        PDL=overlap,
         num_warps=4,
         **launch,
     )
