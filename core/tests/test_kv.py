@@ -231,6 +231,24 @@ def test_a_table_of_another_dtype_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("lens", "capacity", "indptr"),
+    [([], 0, [0]), ([], 3, [0]), ([3, 4], 0, [0, 0, 0]), ([3, 4], 5, [0, 3, 5]), ([3, 4], 9, [0, 3, 7])],
+)
+def test_a_stream_never_points_past_its_buffer(lens, capacity, indptr):
+    pool = MHAKVPool([], num_pages=8, page_size=4, dtype=torch.float32, device="cpu")
+    table = torch.arange(1, 25, dtype=torch.int32).reshape(2, 12)
+    translator = KVIndexTranslator(pool, table)
+    rows = torch.arange(len(lens))
+    plan = translator.plan(req_pool_indices=rows, out_cache_loc=rows)
+    ends, out = torch.full((len(lens) + 1,), -7, dtype=torch.int32), torch.full((capacity,), -7, dtype=torch.int32)
+    seq_lens = torch.tensor(lens, dtype=torch.int64)
+    translator.pack_read_stream(plan, seq_lens=seq_lens, indptr=ends, out=out, kind=KVSpace.FULL)
+    assert ends.tolist() == indptr
+    slots = [slot for row, length in enumerate(lens) for slot in table[row, :length].tolist()]
+    assert out.tolist() == (slots + [0] * capacity)[:capacity]
+
+
+@pytest.mark.parametrize(
     ("num_pages", "page_size", "said"),
     [
         (4, 3, "page_size is 3; allowed: 1, 2, 4"),

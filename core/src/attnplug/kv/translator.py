@@ -102,7 +102,9 @@ class KVIndexTranslator:
     ) -> None:
         """Fill a CSR stream: ``indptr`` and ``out[indptr[b]:indptr[b + 1]]``, the entries of request b in order.
 
-        No host synchronisation and no data-dependent shape: entries of ``out`` past ``indptr[B]`` become the sink's.
+        No host synchronisation and no data-dependent shape: entries of ``out`` past ``indptr[B]`` become the sink's. A
+        stream that is too short cannot be told without one: ``indptr`` then ends where ``out`` does, so that no kernel
+        reads past it, and the last requests lose their last positions. Size ``out`` by the host's upper bounds.
 
         Args:
             plan: This step's plan; its rows are read.
@@ -122,7 +124,9 @@ class KVIndexTranslator:
         counts = torch.where(seq_lens > 0, last - first, torch.zeros_like(first))
         indptr.zero_()
         torch.cumsum(counts.to(torch.int32), 0, dtype=torch.int32, out=indptr[1:])
-        if out.numel() == 0:
+        indptr.clamp_(max=out.numel())
+        if out.numel() == 0 or rows.numel() == 0:
+            out.zero_()
             return
         table, ends = self._table(kind), indptr[1:].to(torch.int64)
         entry = torch.arange(out.numel(), dtype=torch.int64, device=self.device)
