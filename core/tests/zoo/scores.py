@@ -33,6 +33,12 @@ class CapsBeforeScaling(DenseBackend):
         return super().capped(scores, layer) * layer.scaling
 
 
+@fault("softmax overflows", "A:scaling:decode:*sc8.0*")
+class SubtractsNoMaximum(DenseBackend):
+    def masked(self, scores, seen, layer):
+        return super().masked(scores, seen, layer).exp().log()
+
+
 @fault("scaling ignored", "A:scaling:extend:*")
 class ForgetsTheScaling(DenseBackend):
     def scores(self, q, keys, layer):

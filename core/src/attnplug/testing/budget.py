@@ -32,7 +32,7 @@ class LowPrecision(NamedTuple):
     lse: Tensor
     """[n, Hq] float64."""
     summed: Tensor
-    """[n, Hq] float64: the largest Σ p·|v| of a row, the size at which its partial sums are rounded."""
+    """[n, Hq] float64: the largest Σ p·(1 + |s|)·|v| of a row: the sizes at which sums and scores are rounded."""
 
 
 class Allowed(NamedTuple):
@@ -103,13 +103,15 @@ def low_precision(problem: Problem, rules: Rules, sinks: Tensor | None, dtype: t
         scores = torch.einsum("nhd,shd->nhs", q, k) * rules.scaling
         if rules.cap:
             scores = rounded(rules.cap * torch.tanh(scores / rules.cap))
+        # A score is rounded at its own size, and its weight is off by as much, relatively.
+        rounding = 1.0 + scores.abs()
         scores = scores.masked_fill(~seen[:, None, keys], float("-inf"))
         new_top = torch.maximum(top, scores.amax(dim=-1))
         shift = new_top.masked_fill(torch.isneginf(new_top), 0.0)
         weights, keep = torch.exp(scores - shift[..., None]), torch.exp(top - shift)
         total = total * keep + weights.sum(dim=-1)
         acc = acc * keep[..., None] + torch.einsum("nhs,shd->nhd", rounded(weights), v)
-        summed = summed * keep[..., None] + torch.einsum("nhs,shd->nhd", weights, v.abs())
+        summed = summed * keep[..., None] + torch.einsum("nhs,shd->nhd", weights * rounding, v.abs())
         top = new_top
     lse = torch.log(total) + top.masked_fill(torch.isneginf(top), 0.0)
     if sinks is not None and rules.sinks != "ignored":

@@ -16,6 +16,8 @@ from .step import Step
 from .variants import Variant, lse_variants, variants
 from .world import World
 
+OVERFLOW = 88.0
+"""exp of more is infinite in float32."""
 MATCH = 4.0
 """A variant is named where the output is within this many budgets of it, and nearer to it than to the truth."""
 
@@ -61,6 +63,13 @@ def _check_rows(world: World, step: Step, index: int, got: Tensor, want: Expecte
     layer, finite = world.case.layers[index], torch.isfinite(got)
     if not bool(finite.all()):
         place = _place(step, (~finite).flatten(1).any(dim=1))
+        largest = float(want.lse.max())
+        if largest > OVERFLOW:
+            raise Failure(
+                f"layer {index}: NaN or infinity in {place}: scores reach {largest:.0f}, and their exp overflows; the "
+                "largest score of a row is subtracted first",
+                fault="softmax overflows",
+            )
         raise Failure(
             f"layer {index}: NaN or infinity in {place}: rows that nobody wrote, or reads of pages that no table lists",
             fault="reads unlisted pages or leaves rows unwritten",

@@ -52,7 +52,8 @@ def _scores(plan: Plan, mode: ForwardMode) -> Iterable[Case]:
         yield plan.case("A", "soft_cap", mode, plan.layer(cap=cap))
     if plan.has(Feature.SINKS):
         yield plan.case("A", "sinks", mode, plan.layer(sinks=True))
-    for scaling in (0.03, 0.4):
+    # The last one's scores reach some hundreds: exp overflows where the largest is not subtracted first.
+    for scaling in (0.03, 0.4, 8.0):
         yield plan.case("A", "scaling", mode, plan.layer(scaling=scaling))
     pairs: list[tuple[Feature, dict[str, Any]]] = [
         (Feature.SINKS, {"sinks": True}),
