@@ -161,7 +161,10 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def find_pyproject(start: str | os.PathLike[str] | None = None) -> Path | None:
     """Return the nearest ``pyproject.toml`` upward that has a ``[tool.attnplug]`` table."""
-    folder = Path(start) if start is not None else Path.cwd()
+    try:
+        folder = Path(start) if start is not None else Path.cwd()
+    except FileNotFoundError:  # Somebody removed the working directory.
+        return None
     for parent in (folder, *folder.parents):
         file = parent / "pyproject.toml"
         try:
