@@ -56,6 +56,10 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
+    def keeps_all(self, vocabulary: int) -> bool:
+        """Whether neither top-k nor top-p leaves out a token of so many."""
+        return self.top_p == 1.0 and (self.top_k == 0 or self.top_k >= vocabulary)
+
 
 def choose(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
     """Choose a token a row, on the device; nothing synchronises.
@@ -69,11 +73,16 @@ def choose(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[
         [n] int64 token ids, in memory of their own.
     """
     tokens = torch.argmax(logits, dim=-1)
-    rows = [row for row, one in enumerate(params) if not one.is_greedy]
-    if rows:
-        index = _on(logits.device, rows, torch.int64)
-        chosen = _draw(logits[index], [params[row] for row in rows], [uniforms[row] for row in rows])
-        tokens = tokens.index_copy(0, index, chosen)
+    sampled = [row for row, one in enumerate(params) if not one.is_greedy]
+    # Which way a row goes is its own parameters' to say: the two order tokens differently, so a neighbour's would give
+    # the same seed another token.
+    filtered = [row for row in sampled if not params[row].keeps_all(logits.shape[-1])]
+    plain = [row for row in sampled if row not in filtered] if filtered else sampled
+    for rows, draw in ((plain, _draw), (filtered, _draw_filtered)):
+        if rows:
+            index = _on(logits.device, rows, torch.int64)
+            chosen = draw(logits[index], [params[row] for row in rows], [uniforms[row] for row in rows])
+            tokens = tokens.index_copy(0, index, chosen)
     return tokens
 
 
@@ -83,26 +92,33 @@ def _on(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> Te
     return host.to(device, non_blocking=True)
 
 
-def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
-    """Draw by inverting the cumulative distribution: one uniform number a token, so the device does not matter."""
-    device, vocabulary = logits.device, logits.shape[-1]
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return _on(device, values, torch.float32).unsqueeze(-1)
 
-    def column(values: Sequence[float]) -> Tensor:
-        return _on(device, values, torch.float32).unsqueeze(-1)
 
+def _probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     # From the largest down, so that a temperature near 0 makes -inf of the others, and no inf - inf of all.
     below = logits.float() - logits.float().amax(-1, keepdim=True)
-    probs = torch.softmax(below / column([max(one.temperature, _TINY) for one in params]), dim=-1)
-    if all(one.top_k in (0, vocabulary) and one.top_p == 1.0 for one in params):
-        return _invert(probs, column(uniforms)).squeeze(-1)
-    probs, order = torch.sort(probs, dim=-1, descending=True, stable=True)
+    return torch.softmax(below / _column([max(one.temperature, _TINY) for one in params], logits.device), dim=-1)
+
+
+def _draw(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """Draw by inverting the cumulative distribution: one uniform number a token, so the device does not matter."""
+    return _invert(_probabilities(logits, params), _column(uniforms, logits.device)).squeeze(-1)
+
+
+def _draw_filtered(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    """Draw of the likeliest tokens that top-k and top-p keep, from the likeliest down."""
+    device, vocabulary = logits.device, logits.shape[-1]
+    probs, order = torch.sort(_probabilities(logits, params), dim=-1, descending=True, stable=True)
     # top-p counts what top-k kept as the whole, as transformers' warpers in their order do.
-    kept = column([float(one.top_k or vocabulary) for one in params])
+    kept = _column([float(one.top_k or vocabulary) for one in params], device)
     probs = torch.where(torch.arange(vocabulary, device=device) < kept, probs, torch.zeros_like(probs))
     probs = probs / probs.sum(-1, keepdim=True)
     before = torch.cumsum(probs, dim=-1) - probs
-    probs = torch.where(before < column([max(one.top_p, _TINY) for one in params]), probs, torch.zeros_like(probs))
-    return torch.gather(order, -1, _invert(probs, column(uniforms))).squeeze(-1)
+    reach = _column([max(one.top_p, _TINY) for one in params], device)
+    probs = torch.where(before < reach, probs, torch.zeros_like(probs))
+    return torch.gather(order, -1, _invert(probs, _column(uniforms, device))).squeeze(-1)
 
 
 def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:

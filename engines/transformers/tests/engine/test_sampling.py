@@ -67,6 +67,20 @@ def test_greedy_and_sampled_rows_share_a_batch():
     assert choose(logits, params, [0.0, 0.0, 0.99]).tolist() == [1, 0, 1]
 
 
+@pytest.mark.parametrize("neighbour", [{"top_p": 0.5}, {"top_k": 3}, {"top_p": 1.0}], ids=str)
+@pytest.mark.parametrize("own", [{}, {"top_k": 50}, {"top_p": 0.7}, {"top_k": 5}], ids=str)
+def test_a_row_draws_the_same_token_whatever_its_neighbours_ask(own, neighbour):
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    mine, other = SamplingParams(temperature=1.0, **own), SamplingParams(temperature=0.8, **neighbour)
+    uniforms = [(i + 0.5) / 60 for i in range(60)]
+    alone = [int(choose(logits, [mine], [one])) for one in uniforms]
+    beside = [
+        int(choose(logits.expand(3, -1), [other, mine, SamplingParams()], [0.3, one, 0.0])[1]) for one in uniforms
+    ]
+    assert len(set(alone)) > 1
+    assert beside == alone
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -2}, {"stop": ("",)}],
