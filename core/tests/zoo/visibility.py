@@ -213,3 +213,25 @@ class ReversesTheRequests(DenseBackend):
     def forward_extend(self, *args, **kwargs):
         got = super().forward_extend(*args, **kwargs)
         return got._replace(out=got.out.flip(0))
+
+
+@fault("out is off by", "F:placed:extend:*place=swapped*")
+class TakesTheEndsOfARunForARun(DenseBackend):
+    """Reads a request as one run of slots where its first and its last say so."""
+
+    def slots(self, layer, batch, lane):
+        slots = super().slots(layer, batch, lane)
+        run = slots[0] + torch.arange(slots.numel())
+        return run if run[-1] == slots[-1] else slots
+
+
+@fault("requests mixed up|rows that nobody wrote", "C:interleaved:decode:*")
+class PutsGroupedRequestsBackInAnotherOrder(DenseBackend):
+    """Computes requests in groups of like lengths and returns the groups one after the other."""
+
+    def forward_extend(self, q, k, v, layer, batch, *rest):
+        got = super().forward_extend(q, k, v, layer, batch, *rest)
+        if batch.forward_mode is not ForwardMode.DECODE:
+            return got
+        order = sorted(range(batch.batch_size), key=lambda i: self.forward_metadata.lanes[i].length // 32)
+        return got._replace(out=got.out[order])

@@ -104,7 +104,8 @@ class Case:
     high: bool = False
     """Requests live at the end of a pool whose offsets exceed 2³¹ elements."""
     place: str = ""
-    """Where requests lie in the pool: scattered pages, or 'run', 'reversed', or 'shared' for one prefix of all."""
+    """Where requests lie in the pool: scattered pages, or 'run', 'swapped' (a run but inside), 'reversed', or
+    'shared' for one prefix of all."""
     arg: str = ""
     """What the check alone understands."""
     seed: int = 0

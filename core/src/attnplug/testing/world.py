@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -164,6 +165,8 @@ class World:
             free = count - torch.randperm(sum(needed), generator=self._random)
         elif self.case.place == "run":
             free = torch.arange(2, sum(needed) + 2)
+        elif self.case.place == "swapped":
+            free = _swapped(needed)
         elif self.case.place == "reversed":
             free = torch.arange(sum(needed), 0, -1)
         else:
@@ -235,3 +238,15 @@ class World:
     def layer_data(self, index: int) -> LayerData:
         """Return one layer's logical tensors."""
         return self.data[index]
+
+
+def _swapped(needed: Sequence[int]) -> Tensor:
+    """Return runs of pages whose ends are in place and whose middles are reversed: their ends alone say 'a run'."""
+    pages = torch.arange(2, sum(needed) + 2)
+    start = 0
+    for count in needed:
+        inner = slice(start + 1, start + count - 1)
+        if count > 3:
+            pages[inner] = pages[inner].flip(0)
+        start += count
+    return pages

@@ -113,6 +113,13 @@ def _identities(plan: Plan) -> Iterator[Case]:
                 yield plan.case("C", "generate", ForwardMode.EXTEND, layer, **fields)
                 yield plan.case("C", "generate", ForwardMode.EXTEND, layer, wrap="hybrid", **fields)
             yield plan.case("C", "empty_request", ForwardMode.EXTEND, layer, queries=(5, 0, 9), prefix=(3, 8, 0))
+        # Requests of like lengths that do not follow each other: who puts them together must take them apart again.
+        if ForwardMode.DECODE in plan.modes:
+            spans = {"queries": (1,) * 6, "prefix": (7, 70, 9, 75, 3, 71)}
+            yield plan.case("C", "interleaved", ForwardMode.DECODE, layer, **spans)
+        if ForwardMode.EXTEND in plan.modes:
+            spans = {"queries": (3, 20, 3, 20, 3), "prefix": (5, 33, 8, 33, 60)}
+            yield plan.case("C", "interleaved", ForwardMode.EXTEND, layer, **spans)
         if ForwardMode.MIXED in plan.modes and ForwardMode.DECODE in plan.modes:
             yield plan.case("C", "mixed_parts", ForwardMode.MIXED, layer)
         if ForwardMode.SPLIT_PREFILL in plan.modes:
@@ -158,6 +165,9 @@ AXIS = Axis(
         ),
         "empty_request": Check("a request without new tokens takes no rows and disturbs nobody", empty_request),
         "idle": Check("an idle step gives zeros of the right shape, an LSE of −inf, and touches no pool", idle),
+        "interleaved": oracle_check(
+            "requests of like lengths may be computed together, wherever they stand in the batch"
+        ),
         "upper_bounds": Check(
             "host lengths that are upper bounds give the same result, or a reasoned refusal", upper_bounds
         ),

@@ -20,7 +20,7 @@ from ..subject import Subject
 from .a_semantics import mla_cases
 from .axis import Axis, Check, Outcome, oracle_check
 
-PLACES = ("", "run", "reversed", "shared")
+PLACES = ("", "run", "swapped", "reversed", "shared")
 
 
 def _cases(plan: Plan) -> Iterator[Case]:
@@ -93,7 +93,7 @@ AXIS = Axis(
     "id spaces and pages",
     _cases,
     {
-        "placed": oracle_check("requests are read wherever their pages lie: scattered, in runs, reversed, shared"),
+        "placed": oracle_check("requests are read wherever their pages lie: scattered, in runs, almost in runs, reversed, shared"),
         "page_edge": oracle_check("a length just below, at and above a page's edge reads its own positions"),
         "layout": oracle_check("each declared layout of the pool is read and written"),
         "mla_pages": oracle_check("latent rows are read in pages of every declared size"),
