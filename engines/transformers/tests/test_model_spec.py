@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from attnplug.errors import UnsupportedModel
 from attnplug.model_spec import LayerSpec, ModelSpec
@@ -51,6 +51,8 @@ LATENT_TYPES = [name for name, family in families._REGISTRY.items() if family.ad
 
 @pytest.mark.parametrize("model_type", BUILT_IN)
 def test_the_modules_of_each_family_are_what_its_config_was_read_as(model_type: str) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     changes: dict[str, Any] = {"num_key_value_heads": 4} if model_type in LATENT_TYPES else {}
     if model_type == "phi3":
         changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}

@@ -63,8 +63,17 @@ def latent_layers(config: PretrainedConfig) -> tuple[LayerSpec, ...]:
             kv_lora_rank=read.kv_lora_rank,
             qk_rope_head_dim=read.qk_rope_head_dim,
         )
-        for index in range(read.num_hidden_layers)
+        for index in range(_count(read))
     )
+
+
+def _count(config: Any) -> int:
+    """Return how many attention layers there are: LongCat's blocks have two, whatever older configs call hidden layers.
+
+    Args:
+        config: 5.24 derives ``num_hidden_layers`` from ``num_layers``; 5.17 leaves it at its default.
+    """
+    return 2 * int(config.num_layers) if config.model_type == "longcat_flash" else int(config.num_hidden_layers)
 
 
 def _magnitude(rope: dict[str, Any]) -> float:
