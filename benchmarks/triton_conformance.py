@@ -19,7 +19,7 @@ from pathlib import Path
 FIRST = "DEIHABLKJPGFC"
 
 
-def work(index: int, count: int, deadline: float, profile: str, device: str, queue: mp.Queue) -> None:
+def work(index: int, count: int, deadline: float, profile: str, device: str, match: list[str], queue: mp.Queue) -> None:
     import torch
 
     from attnplug.testing import run_case
@@ -30,6 +30,7 @@ def work(index: int, count: int, deadline: float, profile: str, device: str, que
     torch.set_num_threads(1)
     subject = Subject.find("triton", device)
     cases = list_cases(Plan(subject, Profile.named(profile)))
+    cases = [case for case in cases if not match or any(case.id.startswith(start) for start in match)]
     cases.sort(key=lambda case: FIRST.index(case.axis))
     for case in cases[index::count]:
         if time.time() > deadline:
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--profile", default="gpu")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--match", nargs="*", default=[], help="beginnings of case ids; every case by default")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -53,7 +55,9 @@ def main() -> None:
     queue: mp.Queue = context.Queue()
     deadline = time.time() + args.seconds
     workers = [
-        context.Process(target=work, args=(i, args.workers, deadline, args.profile, args.device, queue), daemon=True)
+        context.Process(
+            target=work, args=(i, args.workers, deadline, args.profile, args.device, args.match, queue), daemon=True
+        )
         for i in range(args.workers)
     ]
     for worker in workers:
@@ -86,6 +90,7 @@ def main() -> None:
             {
                 "profile": args.profile,
                 "seconds": args.seconds,
+                "match": args.match,
                 "total": total,
                 "axes": counts,
                 "open": kept,

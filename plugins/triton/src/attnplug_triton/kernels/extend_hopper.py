@@ -31,26 +31,26 @@ STAGES = gl.constexpr(2)
 
 
 @gluon.jit
+def _load_tile(desc, places, full, free, table, h, end, j, D: gl.constexpr):
+    stage = j % STAGES
+    start = end - (j + 1) * KEYS
+    # The lowest tile may start before position 0; its lower half is then loaded twice, and masked.
+    low = gl.load(table + gl.maximum(start, 0))
+    high = gl.load(table + start + PAGE)
+    mbarrier.wait(free.index(stage), ((j // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(stage), KEYS * D * 2)
+    tma.async_copy_global_to_shared(desc, [low, h * D], full.index(stage), places.index(stage).slice(0, PAGE))
+    tma.async_copy_global_to_shared(desc, [high, h * D], full.index(stage), places.index(stage).slice(PAGE, PAGE))
+
+
+@gluon.jit
 def _produce(k_desc, v_desc, k_tiles, v_tiles, k_full, v_full, k_free, v_free, table, h, end, tiles, D: gl.constexpr):
-    for j in range(tiles):
-        stage = j % STAGES
-        turn = (j // STAGES) & 1
-        start = end - (j + 1) * KEYS
-        # The lowest tile may start before position 0; its lower half is then loaded twice, and masked.
-        low = gl.load(table + gl.maximum(start, 0))
-        high = gl.load(table + start + PAGE)
-        mbarrier.wait(k_free.index(stage), turn ^ 1)
-        mbarrier.expect(k_full.index(stage), KEYS * D * 2)
-        tma.async_copy_global_to_shared(k_desc, [low, h * D], k_full.index(stage), k_tiles.index(stage).slice(0, PAGE))
-        tma.async_copy_global_to_shared(
-            k_desc, [high, h * D], k_full.index(stage), k_tiles.index(stage).slice(PAGE, PAGE)
-        )
-        mbarrier.wait(v_free.index(stage), turn ^ 1)
-        mbarrier.expect(v_full.index(stage), KEYS * D * 2)
-        tma.async_copy_global_to_shared(v_desc, [low, h * D], v_full.index(stage), v_tiles.index(stage).slice(0, PAGE))
-        tma.async_copy_global_to_shared(
-            v_desc, [high, h * D], v_full.index(stage), v_tiles.index(stage).slice(PAGE, PAGE)
-        )
+    # A tile's keys are free again before the values of the one before it, so keys are loaded a tile ahead of values.
+    for j in range(tiles + 1):
+        if j < tiles:
+            _load_tile(k_desc, k_tiles, k_full, k_free, table, h, end, j, D)
+        if j > 0:
+            _load_tile(v_desc, v_tiles, v_full, v_free, table, h, end, j - 1, D)
 
 
 @gluon.jit
@@ -71,6 +71,7 @@ def _next_tile(
     scale2,
     end,
     LOWEST: gl.constexpr,
+    FENCED: gl.constexpr,
 ):
     """Score tile j while the values of tile j - 1 are summed; return (acc, l, m, weights) of the running softmax.
 
@@ -82,6 +83,8 @@ def _next_tile(
     s_layout: gl.constexpr = zeros.type.layout
     stage = j % STAGES
     before = (j - 1) % STAGES
+    if not FENCED:
+        mbarrier.wait(k_full.index(stage), (j // STAGES) & 1)
     s = warpgroup_mma(q_tile, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((j - 1) // STAGES) & 1)
     acc = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
@@ -95,10 +98,11 @@ def _next_tile(
     p = gl.exp2(s * scale2 - top[:, None])
     alpha = gl.exp2(m - top)
     l = l * alpha + gl.sum(p, 1)
-    if LOWEST:
-        mbarrier.wait(v_full.index(stage), (j // STAGES) & 1)
-    else:
-        mbarrier.wait(k_full.index((j + 1) % STAGES), ((j + 1) // STAGES) & 1)
+    if FENCED:
+        if LOWEST:
+            mbarrier.wait(v_full.index(stage), (j // STAGES) & 1)
+        else:
+            mbarrier.wait(k_full.index((j + 1) % STAGES), ((j + 1) // STAGES) & 1)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_free.index(before), count=1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -137,6 +141,7 @@ def _consume(
     CAUSAL: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr,
+    FENCED: gl.constexpr,
 ):
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -171,11 +176,28 @@ def _consume(
     l = gl.sum(p, 1)
     acc = gl.zeros([ROWS, D], gl.float32, acc_layout)
     weights = gl.convert_layout(p.to(Q.dtype.element_ty), p_layout)
-    if tiles > 1:
-        mbarrier.wait(k_full.index(1), 0)
+    if FENCED:
+        if tiles > 1:
+            mbarrier.wait(k_full.index(1), 0)
     for j in range(1, tiles - 1):
         acc, l, m, weights = _next_tile(
-            q_tile, k_tiles, v_tiles, k_full, v_full, k_free, v_free, j, acc, l, m, weights, zeros, scale2, end, False
+            q_tile,
+            k_tiles,
+            v_tiles,
+            k_full,
+            v_full,
+            k_free,
+            v_free,
+            j,
+            acc,
+            l,
+            m,
+            weights,
+            zeros,
+            scale2,
+            end,
+            False,
+            FENCED,
         )
     if tiles > 1:
         # Apart from the loop, so that only this tile is masked, and without a branch in the loop.
@@ -196,6 +218,7 @@ def _consume(
             scale2,
             end,
             True,
+            FENCED,
         )
     last = (tiles - 1) % STAGES
     mbarrier.wait(v_full.index(last), ((tiles - 1) // STAGES) & 1)
@@ -250,6 +273,7 @@ def extend_hopper_kernel(
     CAUSAL: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr,
+    FENCED: gl.constexpr,
 ):
     """Grid (KV heads × the most tiles of a request, requests); a request's heaviest tile starts first."""
     G: gl.constexpr = HQ // HK
@@ -327,6 +351,7 @@ def extend_hopper_kernel(
                         CAUSAL,
                         HAS_SINKS,
                         HAS_LSE,
+                        FENCED,
                     ),
                 ),
                 (
@@ -362,6 +387,7 @@ def extend_hopper_kernel(
                         CAUSAL,
                         HAS_SINKS,
                         HAS_LSE,
+                        FENCED,
                     ),
                 ),
                 (
