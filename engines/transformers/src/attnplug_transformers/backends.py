@@ -16,8 +16,9 @@ from attnplug.backend import AttentionBackend
 from attnplug.config import AttentionConfig
 from attnplug.decision import Decision
 from attnplug.errors import ConfigError
-from attnplug.kv.pools import KVPool
+from attnplug.kv.pools import KVPool, pool_slots
 from attnplug.kv.translator import KVIndexTranslator
+from attnplug.lock import verify_lock
 from attnplug.manager import BackendManager
 from attnplug.model_spec import ModelSpec
 from attnplug.modes import ForwardMode
@@ -84,11 +85,24 @@ def read_config(source: ConfigSource, *, page_size: int | None = None) -> Attent
     return config.model_copy(update={"attention": config.attention.model_copy(update={"page_size": page_size})})
 
 
-def select(spec: ModelSpec, config: AttentionConfig, device: torch.device, factory: BackendFactory | None) -> Selection:
+def select(
+    spec: ModelSpec,
+    config: AttentionConfig,
+    device: torch.device,
+    factory: BackendFactory | None,
+    decision: Decision | None = None,
+) -> Selection:
     """Choose backends for a model.
 
+    Args:
+        spec: What the model asks.
+        config: Names, and each backend's options.
+        device: Where it will run.
+        factory: Builds the backend; nothing is chosen then.
+        decision: What another rank decided, in place of choosing here.
+
     Raises:
-        AttnplugError: Nothing that was asked for fits; see ``attnplug.select.resolve``.
+        AttnplugError: Nothing that was asked for fits, see ``attnplug.select.resolve``; or what was decided is absent.
     """
     attention = config.attention
     if factory is not None:
@@ -96,9 +110,13 @@ def select(spec: ModelSpec, config: AttentionConfig, device: torch.device, facto
         dtype = spec.dtype if attention.kv_dtype == "auto" else attention.kv_dtype
         return Selection(config, None, None, size, torch_dtype(dtype), "NHD")
     manager = BackendManager(config=config)
-    decision = resolve(spec, config, str(device), manager.catalog, prober=manager)
+    if decision is None:
+        decision = resolve(spec, config, str(device), manager.catalog, prober=manager)
+    else:
+        verify_lock(decision, manager.catalog, source="the decision")
     if decision.page_size is None or decision.kv_dtype is None:
         raise ConfigError("the decision fixes no page size or KV dtype", remedy="resolve again for this model")
+    pool_slots(1, decision.page_size)  # Refuses what no pool of the engine's can be.
     layout = decision.kv_layouts["target"]
     return Selection(config, decision, manager, decision.page_size, torch_dtype(decision.kv_dtype), layout)
 

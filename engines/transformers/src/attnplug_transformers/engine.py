@@ -42,6 +42,8 @@ from .step_graphs import StepGraphs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from attnplug.decision import Decision
+
 __all__ = ["Engine"]
 
 
@@ -59,6 +61,8 @@ class Engine(RequestLoop):
         attention: A configuration, its tables, or its file; None: the configuration ladder.
         device: Where the model must be; its own device by default.
         dtype: What the model must have; its own dtype by default.
+        decision: What another rank decided, as ``attnplug.lock.load_lock`` reads it, in place of choosing here; a
+            configuration beside it gives options only.
         page_size: Tokens a page; the configuration's by default.
         max_batch_size: Most requests that run at once.
         max_num_tokens: Most tokens of a step.
@@ -85,6 +89,7 @@ class Engine(RequestLoop):
         tokenizer: Tokenizer | None = None,
         *,
         attention: ConfigSource = None,
+        decision: Decision | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         page_size: int | None = None,
@@ -110,7 +115,7 @@ class Engine(RequestLoop):
         adapter = find_adapter(model.config.model_type, self.model_spec)
         if selection is None:
             config = read_config(attention, page_size=page_size)
-            selection = select(self.model_spec, config, self.device, backend_factory)
+            selection = select(self.model_spec, config, self.device, backend_factory, decision)
         self.config, self.decision = selection.config, selection.decision
         self.sizes = choose_sizes(
             self.model_spec,
@@ -180,6 +185,7 @@ class Engine(RequestLoop):
         path_or_id: str | os.PathLike[str],
         *,
         attention: ConfigSource = None,
+        decision: Decision | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
         page_size: int | None = None,
@@ -203,6 +209,7 @@ class Engine(RequestLoop):
             attention: See ``Engine``, as for all below.
             device: Where it goes; the best device of this machine by default.
             dtype: What it computes in; "auto": float32 on a CPU, elsewhere as stored.
+            decision: What another rank decided.
             page_size: Tokens a page.
             max_batch_size: Most requests that run at once.
             max_num_tokens: Most tokens of a step.
@@ -227,7 +234,7 @@ class Engine(RequestLoop):
         spec = source.model_spec(dtype_name(wanted))
         refuse_encoder(spec)
         find_adapter(source.config().model_type, spec)  # As select, it refuses before any weight is read.
-        selection = select(spec, config, where, backend_factory)
+        selection = select(spec, config, where, backend_factory, decision)
         loaded = source.load(dtype=wanted, device=where)
         return cls(
             loaded.model,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from attnplug.errors import BackendRejected, ConfigError, UnknownBackend
+from attnplug.decision import Candidate
+from attnplug.errors import BackendIncompatible, BackendRejected, ConfigError, UnknownBackend
+from attnplug.lock import load_lock, write_lock
 from attnplug_transformers import Engine, RequestRefused
 
 
@@ -84,3 +88,16 @@ def test_a_configuration_file_is_read(llama, prompts, expected, tmp_path):
     assert engine.decision.decode == "torch_native"
     assert engine.generate(prompts[:1], 24)[0].token_ids == expected[0]
     assert Engine(llama.model, attention=file, page_size=64, num_pages=40).sizes.page_size == 64
+
+
+def test_a_rank_serves_what_another_decided(llama, prompts, expected, serve, tmp_path):
+    first = serve(llama, page_size=32)
+    write_lock(first.decision, tmp_path / "attn.lock")
+    lock = load_lock(tmp_path / "attn.lock")
+    # What this rank's own configuration asks for does not count.
+    engine = Engine(llama.model, attention={"attention": {"prefill": "absent", "page_size": 16}}, decision=lock)
+    assert (engine.decision, engine.sizes.page_size) == (lock, 32)
+    assert engine.generate(prompts[:1], 24)[0].token_ids == expected[0]
+    other = replace(lock, choices=tuple(replace(one, chosen=Candidate("x", "acme", "1")) for one in lock.choices))
+    with pytest.raises(BackendIncompatible, match="'x'"):
+        Engine(llama.model, decision=other)
