@@ -235,3 +235,12 @@ class PutsGroupedRequestsBackInAnotherOrder(DenseBackend):
             return got
         order = sorted(range(batch.batch_size), key=lambda i: self.forward_metadata.lanes[i].length // 32)
         return got._replace(out=got.out[order])
+
+
+@fault("rows that nobody wrote|blind", "C:blind:*")
+class DividesByNothing(DenseBackend):
+    """Normalises the weights of a query that sees no key."""
+
+    def masked(self, scores, seen, layer):
+        scores = super().masked(scores, seen, layer)
+        return scores - scores.amax(dim=-1, keepdim=True)

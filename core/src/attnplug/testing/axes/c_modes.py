@@ -115,11 +115,11 @@ def _identities(plan: Plan) -> Iterator[Case]:
             yield plan.case("C", "empty_request", ForwardMode.EXTEND, layer, queries=(5, 0, 9), prefix=(3, 8, 0))
         # Requests of like lengths that do not follow each other: who puts them together must take them apart again.
         if ForwardMode.DECODE in plan.modes:
-            spans = {"queries": (1,) * 6, "prefix": (7, 70, 9, 75, 3, 71)}
-            yield plan.case("C", "interleaved", ForwardMode.DECODE, layer, **spans)
+            fields = {"queries": (1,) * 6, "prefix": (7, 70, 9, 75, 3, 71)}
+            yield plan.case("C", "interleaved", ForwardMode.DECODE, layer, **fields)
         if ForwardMode.EXTEND in plan.modes:
-            spans = {"queries": (3, 20, 3, 20, 3), "prefix": (5, 33, 8, 33, 60)}
-            yield plan.case("C", "interleaved", ForwardMode.EXTEND, layer, **spans)
+            fields = {"queries": (3, 20, 3, 20, 3), "prefix": (5, 33, 8, 40, 60)}
+            yield plan.case("C", "interleaved", ForwardMode.EXTEND, layer, **fields)
         if ForwardMode.MIXED in plan.modes and ForwardMode.DECODE in plan.modes:
             yield plan.case("C", "mixed_parts", ForwardMode.MIXED, layer)
         if ForwardMode.SPLIT_PREFILL in plan.modes:
@@ -127,6 +127,8 @@ def _identities(plan: Plan) -> Iterator[Case]:
         if ForwardMode.TARGET_VERIFY in plan.modes and plan.has(Feature.CUSTOM_MASK):
             for mask in ("qlen", "full"):
                 yield plan.case("C", "tree_after_plan", ForwardMode.TARGET_VERIFY, plan.layer(), mask=mask)
+            for lse in (False, True) if plan.has(Feature.LSE) else (False,):
+                yield plan.case("C", "blind", ForwardMode.TARGET_VERIFY, layer, mask="full", arg="blind", lse=lse)
     if plan.has(Feature.CROSS_ATTENTION) and ForwardMode.DECODE in plan.modes:
         pair = (plan.layer(), plan.layer(cross=True))
         for lse in (False, True) if plan.has(Feature.LSE) else (False,):
@@ -168,6 +170,7 @@ AXIS = Axis(
         "interleaved": oracle_check(
             "requests of like lengths may be computed together, wherever they stand in the batch"
         ),
+        "blind": oracle_check("a query that a mask leaves without a key gets zeros and an LSE of −inf"),
         "upper_bounds": Check(
             "host lengths that are upper bounds give the same result, or a reasoned refusal", upper_bounds
         ),

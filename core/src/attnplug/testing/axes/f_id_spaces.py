@@ -93,7 +93,7 @@ AXIS = Axis(
     "id spaces and pages",
     _cases,
     {
-        "placed": oracle_check("requests are read wherever their pages lie: scattered, in runs, almost in runs, reversed, shared"),
+        "placed": oracle_check("requests are read wherever their pages lie: scattered, in runs or almost, shared"),
         "page_edge": oracle_check("a length just below, at and above a page's edge reads its own positions"),
         "layout": oracle_check("each declared layout of the pool is read and written"),
         "mla_pages": oracle_check("latent rows are read in pages of every declared size"),

@@ -119,6 +119,9 @@ def _alone(plan: Plan, mode: ForwardMode) -> Iterator[Case]:
                 "mask": mask,
             }
             yield plan.case("H", "batch_invariance", mode, **fields)
+            if mode is ForwardMode.EXTEND:
+                # Long requests of one shape, which may share a call.
+                yield plan.case("H", "batch_invariance", mode, queries=(20, 20), prefix=(33, 33), **fields)
             if plan.has(Feature.SLIDING_WINDOW, Feature.SINKS) and mode is not ForwardMode.DLLM_EXTEND:
                 yield plan.case("H", "batch_invariance", mode, plan.layer(window=9, sinks=True), **fields)
 
