@@ -19,8 +19,8 @@ PYPROJECTS := $(wildcard core/pyproject.toml plugins/*/pyproject.toml engines/*/
 DISTS := $(patsubst %/pyproject.toml,-e %,$(filter-out engines/transformers/%,$(PYPROJECTS))) -e engines/transformers[gguf]
 SOURCES := $(wildcard core/src plugins/*/src engines/*/src)
 
-# Those that a CPU can run; a file that starts with '_' is a helper, and Triton's need a GPU.
-BENCHMARKS := $(filter-out benchmarks/_% benchmarks/triton_%,$(wildcard benchmarks/*.py))
+# Those that a CPU can run: a file that starts with '_' is a helper; *_gpu.py and Triton's need a GPU.
+BENCHMARKS := $(filter-out benchmarks/_% benchmarks/triton_% %_gpu.py,$(wildcard benchmarks/*.py))
 
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
