@@ -126,8 +126,8 @@ class DenseBackend(AttentionBackend):
 
     def length(self, layer: AttentionLayer, batch: ForwardBatch, lane: Lane) -> int:
         if layer.is_cross_attention:
-            assert batch.encoder_lens_cpu is not None
-            return batch.encoder_lens_cpu[lane.index]
+            assert batch.encoder_lens is not None
+            return int(batch.encoder_lens[lane.index])
         return lane.length
 
     def read(self, layer: AttentionLayer, batch: ForwardBatch, lane: Lane) -> tuple[Tensor, Tensor]:

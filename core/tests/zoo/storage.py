@@ -197,3 +197,9 @@ class ReadsTheTablePastTheTranslator(DenseBackend):
 class ReadsOnlyThePoolWhenToldNotToWrite(DenseBackend):
     def with_new(self, layer, lane, keys, values, k, v, *, saved):
         return super().with_new(layer, lane, keys, values, k, v, saved=saved or lane.queries < keys.shape[0])
+
+
+@fault("needs the host's encoder lengths, and does not refuse", "C:encoder_mirror:*")
+class ReadsTheHostsEncoderLengths(DenseBackend):
+    def length(self, layer, batch, lane):
+        return batch.encoder_lens_cpu[lane.index] if layer.is_cross_attention else lane.length

@@ -15,6 +15,7 @@ from .axis import Axis, Check, oracle_check
 from .c_steps import (
     chunked,
     empty_request,
+    encoder_mirror,
     generate,
     idle,
     mixed_parts,
@@ -133,6 +134,7 @@ def _identities(plan: Plan) -> Iterator[Case]:
         pair = (plan.layer(), plan.layer(cross=True))
         for lse in (False, True) if plan.has(Feature.LSE) else (False,):
             yield plan.case("C", "no_encoder", ForwardMode.DECODE, layers=pair, encoder=(9, 0, 37, 0), lse=lse)
+        yield plan.case("C", "encoder_mirror", ForwardMode.DECODE, layers=pair, encoder=(9, 0, 37, 2))
     yield from _host_lengths(plan, layers)
 
 
@@ -171,6 +173,9 @@ AXIS = Axis(
             "requests of like lengths may be computed together, wherever they stand in the batch"
         ),
         "blind": oracle_check("a query that a mask leaves without a key gets zeros and an LSE of −inf"),
+        "encoder_mirror": Check(
+            "without encoder lengths on the host the result is the same, or a reasoned refusal", encoder_mirror
+        ),
         "upper_bounds": Check(
             "host lengths that are upper bounds give the same result, or a reasoned refusal", upper_bounds
         ),

@@ -214,6 +214,23 @@ def upper_bounds(subject: Subject, case: Case) -> Outcome:
     return Outcome(served_by=bench.served_by)
 
 
+def encoder_mirror(subject: Subject, case: Case) -> Outcome:
+    """Run a step whose encoder lengths only the device knows: the result is the same, or the step is refused."""
+    bench = Bench(subject, case)
+    step = bench.step()
+    try:
+        bench.prove(replace(step, batch=step.batch.replace(encoder_lens_cpu=None)))
+    except BackendRejected as error:
+        return Outcome(Status.REFUSED, subject.name, str(error).replace("\n", ";"))
+    # Foreign code: reading None may end in any error.
+    except Exception as error:
+        raise Failure(
+            f"encoder_lens_cpu is None, as the contract allows: {type(error).__name__}: {error}",
+            fault="needs the host's encoder lengths, and does not refuse",
+        ) from error
+    return Outcome(served_by=bench.served_by)
+
+
 def no_mirror(subject: Subject, case: Case) -> Outcome:
     """Run a step without host lengths, which the declaration says are not read."""
     bench = Bench(subject, case)
