@@ -46,6 +46,19 @@ def test_json_holds_the_completions_and_standard_output_nothing_else(generate: C
     assert "tokens/s" in result.err
 
 
+def test_graphs_are_chosen_on_the_command_line_and_what_was_replayed_is_in_the_json(
+    generate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNPLUG_GRAPHS", "auto")
+    few = [*NATIVE, "--prompt", "one", "--max-new-tokens", "3", "--device", "cpu", "--json"]
+    off = json.loads(generate(*few, "--graphs", "off").out)["graphs"]
+    assert (off["refusal"], off["replays"], off["eager_steps"]) == ("graphs are off", 0, {"graphs are off": 3})
+    assert json.loads(generate(*few).out)["graphs"]["refusal"] == "graphs need a GPU; this engine runs on cpu"
+    wrong = generate(*few, "--graphs", "on")
+    assert wrong.code == 2
+    assert "attention.graphs" in wrong.err
+
+
 def test_verify_says_identical(generate: Callable[..., Result]) -> None:
     prompts = [part for i in range(5) for part in ("--prompt", "text " * (i + 1))]
     result = generate(*NATIVE, *prompts, "--max-new-tokens", "8", "--chunk-size", "7", "--verify")

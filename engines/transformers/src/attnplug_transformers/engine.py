@@ -255,9 +255,10 @@ class Engine(RequestLoop):
         )
 
     def close(self) -> None:
-        """End all requests and give back the backend's workspaces."""
+        """End all requests and give back graphs and the backend's workspaces."""
         with self._lock:
             self.abort_all()
+            self.graphs.close()
             self.backend.close()
 
     def __enter__(self) -> Engine:

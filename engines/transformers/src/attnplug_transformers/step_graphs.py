@@ -105,6 +105,10 @@ class StepGraphs:
         self.eager_steps.update(reasons)
         return None
 
+    def close(self) -> None:
+        """Give back the graphs and their memory; later steps run eagerly."""
+        self._runner, self.refusal = None, self.refusal or "the engine is closed"
+
     def facts(self) -> dict[str, Any]:
         """Return what was served from graphs so far, and why the rest was not, as plain data."""
         return {

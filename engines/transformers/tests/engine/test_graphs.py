@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -191,3 +193,12 @@ def test_a_wrong_choice_or_bucket_is_refused_with_what_is_allowed(llama, serve):
         serve(llama, graphs="on")
     with pytest.raises(ConfigError, match=r"graph buckets \[9\] with a limit of 4"):
         serve(llama, graph_buckets=(2, 9), max_batch_size=4)
+
+
+def test_a_closed_engine_has_given_its_graphs_back(llama, prompts, serve):
+    with serve(llama, graphs="emulated") as engine:
+        engine.generate(prompts[:1], 4)
+        runner = weakref.ref(engine.graphs._runner)
+    gc.collect()
+    assert runner() is None
+    assert engine.graphs.refusal == "the engine is closed"
