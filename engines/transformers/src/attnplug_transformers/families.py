@@ -137,7 +137,7 @@ def layer_windows(config: PretrainedConfig, *, uniform: bool) -> list[int]:
         uniform: Whether, without ``layer_types``, ``sliding_window`` counts for every layer.
 
     Raises:
-        UnsupportedModel: A layer type that is neither full nor sliding attention.
+        UnsupportedModel: A layer type that is neither full nor sliding attention, or a window without a key.
     """
     windows = []
     for index, one in enumerate(layer_configs(config)):
@@ -149,7 +149,12 @@ def layer_windows(config: PretrainedConfig, *, uniform: bool) -> list[int]:
                 remedy="add a family for it: see docs/models.md",
             )
         window = getattr(one, "sliding_window", None) if kind == SLIDING else None
-        windows.append(int(window) - 1 if window else -1)
+        if window is not None and int(window) < 1:  # 0 would see no key at all, and is not how a config says "none".
+            raise UnsupportedModel(
+                f"{config.model_type}: sliding_window of layer {index} is {window}; allowed: at least 1, or null",
+                remedy="set it to null in config.json where every key is seen",
+            )
+        windows.append(-1 if window is None else int(window) - 1)
     return windows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnplug.errors import UnsupportedModel
 from attnplug.model_spec import LayerSpec, ModelSpec
@@ -10,9 +10,16 @@ from attnplug.model_spec import LayerSpec, ModelSpec
 from .families import FULL, SLIDING, Family, decoder_layers, families, find_family, known_model_types, layer_configs
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["encoder_len_of", "model_spec_from_config", "model_spec_from_path", "refuse_decoder", "refuse_encoder"]
+__all__ = [
+    "encoder_len_of",
+    "model_spec_from_config",
+    "model_spec_from_path",
+    "refuse_decoder",
+    "refuse_encoder",
+    "refuse_headless",
+]
 
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _STRANGE = (
@@ -61,6 +68,15 @@ def refuse_encoder(spec: ModelSpec) -> None:
         raise UnsupportedModel(
             f"{spec.name} is an encoder, which generates nothing",
             remedy="serve it with attnplug_transformers.Encoder, which gives hidden states",
+        )
+
+
+def refuse_headless(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel for a model whose outputs are no scores of next tokens: a base model, a classifier."""
+    if not model.can_generate():
+        raise UnsupportedModel(
+            f"{type(model).__name__} gives no scores of next tokens",
+            remedy="load the checkpoint with a class that generates, as AutoModelForCausalLM does",
         )
 
 
@@ -176,13 +192,20 @@ def _context_len(config: PretrainedConfig, attribute: str) -> int:
     one request would change another's tokens: the original length is the limit.
     """
     length = _length(config, attribute)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-        return min(length, int(original)) if original else length
+    for rope in _ropes(config):
+        if rope.get("rope_type") in _BATCH_DEPENDENT_ROPE:
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            length = min(length, int(original)) if original else length
     return length
+
+
+def _ropes(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Return the rotary embeddings' parameters: one, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_type = [one for one in rope.values() if isinstance(one, dict)]
+    return by_type or [rope]
 
 
 def _length(config: PretrainedConfig, attribute: str) -> int:
