@@ -202,9 +202,19 @@ def serves_mixed(backend: AttentionBackend, spec: ModelSpec) -> bool:
 
 
 def check_placement(model: PreTrainedModel, device: str | torch.device | None, dtype: str | torch.dtype | None) -> None:
-    """Raise ConfigError where a loaded model is not where or what the caller says it is."""
+    """Raise ConfigError where a loaded model is not where or what the caller says it is, or is no model."""
+    given: object = model
+    if not isinstance(given, torch.nn.Module) or not hasattr(given, "config"):
+        raise ConfigError(
+            f"model is {type(given).__name__}; allowed: a model of transformers with its weights",
+            key="model",
+            remedy="pass a loaded model, or a path or id to from_pretrained",
+        )
     faults = []
-    wanted = None if device is None else torch.device(device)
+    try:
+        wanted = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"{device!r} names no device: {error}", key="device", value=str(device)) from error
     if wanted is not None and (wanted.type != model.device.type or wanted.index not in (None, model.device.index)):
         faults.append(f"device is {wanted}, the model is on {model.device}")
     if dtype not in (None, "auto") and torch_dtype(dtype) != model.dtype:

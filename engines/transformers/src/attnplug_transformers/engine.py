@@ -31,7 +31,7 @@ from .intake import Intake
 from .loading import dtype_name, resolve_device, resolve_dtype
 from .loop import RequestLoop
 from .model_source import open_model
-from .model_spec import encoder_len_of, model_spec_from_config, refuse_encoder
+from .model_spec import encoder_len_of, model_spec_from_config, refuse_encoder, refuse_headless
 from .overlap import read_end_fence
 from .pages import PageAllocator
 from .runner import ModelRunner
@@ -112,6 +112,7 @@ class Engine(RequestLoop):
         self.device, self.dtype = model.device, model.dtype
         self.model_spec = model_spec_from_config(model.config, dtype=dtype_name(self.dtype))
         refuse_encoder(self.model_spec)
+        refuse_headless(model)
         adapter = find_adapter(model.config.model_type, self.model_spec)
         if selection is None:
             config = read_config(attention, page_size=page_size)

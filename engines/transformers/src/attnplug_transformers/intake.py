@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from operator import index as as_int
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -62,10 +63,10 @@ class Intake:
             ConfigError: The arguments do not fit together.
             RequestRefused: Prompts that can never be served; every one with every reason.
         """
-        if isinstance(prompts, str):
-            raise ConfigError("prompts is one text; allowed: a list of texts or of token-id lists", key="prompts")
-        limits = _one_each(max_new_tokens, int, len(prompts), "max_new_tokens")
-        params = _one_each(sampling or SamplingParams(), SamplingParams, len(prompts), "sampling")
+        prompts = _several(prompts)
+        limits = [as_int(one) for one in _one_each(max_new_tokens, Integral, len(prompts), "max_new_tokens")]
+        wanted = SamplingParams() if sampling is None else sampling
+        params = _one_each(wanted, SamplingParams, len(prompts), "sampling")
         problems: dict[int, tuple[str, ...]] = {}
         read: list[tuple[tuple[int, ...], EncoderInput | None]] = []
         for place, (prompt, most, one) in enumerate(zip(prompts, limits, params)):
@@ -157,10 +158,24 @@ def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset()
 
 
+def _several(prompts: Any) -> Sequence[Prompt]:
+    if isinstance(prompts, str):
+        raise ConfigError("prompts is one text; allowed: a list of texts or of token-id lists", key="prompts")
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise ConfigError(f"prompts is {kind}; allowed: a list of texts or of token-id lists", key="prompts")
+    return list(prompts)
+
+
 def _one_each(value: Any, kind: type, count: int, name: str) -> list[Any]:
     if isinstance(value, kind):
         return [value] * count
-    values = list(value)
+    several = isinstance(value, Iterable) and not isinstance(value, (str, Mapping))
+    values = list(value) if several else [value]
+    strange = [one for one in values if not isinstance(one, kind)]
+    if strange:
+        allowed = "a whole number" if kind is Integral else kind.__name__
+        raise ConfigError(f"{name} is {strange[0]!r}; allowed: {allowed}, or one a prompt", key=name)
     if len(values) != count:
         raise ConfigError(
             f"{name} has {len(values)} values for {count} prompts; allowed: one, or one a prompt", key=name

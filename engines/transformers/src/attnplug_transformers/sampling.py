@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,20 +39,25 @@ class SamplingParams:
     """Go on after the model's end tokens."""
 
     def __post_init__(self) -> None:
-        stop: str | Sequence[str] = self.stop
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        given: Any = self
+        stop, ids = _as_tuple(given.stop), _as_tuple(given.stop_token_ids)
         faults = []
-        if not self.temperature >= 0 or self.temperature == float("inf"):
-            faults.append(f"temperature is {self.temperature}; allowed: 0 (greedy) or a positive number")
-        if not 0 < self.top_p <= 1:
-            faults.append(f"top_p is {self.top_p}; allowed: above 0, at most 1")
-        if self.top_k < 0:
-            faults.append(f"top_k is {self.top_k}; allowed: 0 (all tokens) or a positive number")
-        if any(not text for text in self.stop):
-            faults.append("stop holds an empty text; allowed: texts of at least one character")
+        if not _is_number(given.temperature) or not 0 <= given.temperature < float("inf"):
+            faults.append(f"temperature is {given.temperature!r}; allowed: 0 (greedy) or a positive number")
+        if not _is_number(given.top_p) or not 0 < given.top_p <= 1:
+            faults.append(f"top_p is {given.top_p!r}; allowed: above 0, at most 1")
+        if not _is_count(given.top_k):
+            faults.append(f"top_k is {given.top_k!r}; allowed: 0 (all tokens) or a positive whole number")
+        if given.seed is not None and not isinstance(given.seed, Integral):
+            faults.append(f"seed is {given.seed!r}; allowed: a whole number, or None")
+        if stop is None or not all(isinstance(text, str) and text for text in stop):
+            faults.append(f"stop is {given.stop!r}; allowed: texts of at least one character")
+        if ids is None or not all(map(_is_count, ids)):
+            faults.append(f"stop_token_ids is {given.stop_token_ids!r}; allowed: token ids")
         if faults:
             raise ConfigError("sampling: " + "; ".join(faults), key="sampling")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", ids)
 
     @property
     def is_greedy(self) -> bool:
@@ -59,6 +66,20 @@ class SamplingParams:
     def keeps_all(self, vocabulary: int) -> bool:
         """Whether neither top-k nor top-p leaves out a token of so many."""
         return self.top_p == 1.0 and (self.top_k == 0 or self.top_k >= vocabulary)
+
+
+def _as_tuple(given: Any) -> tuple[Any, ...] | None:
+    if isinstance(given, str):
+        return (given,)
+    return tuple(given) if isinstance(given, Iterable) else None
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, Real) and given is not True and given is not False
+
+
+def _is_count(given: Any) -> bool:
+    return isinstance(given, Integral) and given is not True and given is not False and int(given) >= 0
 
 
 def choose(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:

@@ -81,6 +81,9 @@ def choose_sizes(
         "num_pages": 1 if num_pages is None else num_pages,
         "num_encoder_pages": 1 if num_encoder_pages is None else num_encoder_pages,
     }
+    faults = [f"{name} is {value!r}; allowed: a whole number" for name, value in asked.items() if not _is_whole(value)]
+    if faults:  # The others are made of these.
+        raise ConfigError("; ".join(faults), key="engine", remedy="correct the Engine's arguments")
     faults = [f"{name} is {value}; allowed: at least 1" for name, value in asked.items() if value < 1]
     if context > spec.max_context_len:
         faults.append(f"max_context_len is {context}; allowed: at most the model's {spec.max_context_len}")
@@ -101,7 +104,7 @@ def choose_sizes(
         counts = [min(one.pages, int(share * one.nbytes) // one.page_bytes - 1) for one in spaces]
         num_pages = counts[0]
         num_encoder_pages = counts[-1] if num_encoder_pages is None else num_encoder_pages
-        if min(counts) < 1:
+        if min(counts) < 1 and not faults:
             least = " and ".join(str(one.page_bytes) for one in spaces)
             faults.append(f"the KV pool may have {budget} bytes; allowed: at least two pages of {least} bytes")
     elif num_encoder_pages is None:
@@ -118,6 +121,10 @@ def choose_sizes(
         max_encoder_len=max_encoder_len,
         num_encoder_pages=num_encoder_pages if max_encoder_len else 0,
     )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class _Space(NamedTuple):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import LlamaForSequenceClassification
 
 from attnplug.decision import Candidate
-from attnplug.errors import BackendIncompatible, BackendRejected, ConfigError, UnknownBackend
+from attnplug.errors import BackendIncompatible, BackendRejected, ConfigError, UnknownBackend, UnsupportedModel
 from attnplug.lock import load_lock, write_lock
 from attnplug_transformers import Engine, RequestRefused
 
@@ -46,6 +48,52 @@ def test_one_text_in_place_of_a_list_is_refused(llama, serve):
         serve(llama).generate("hello")
 
 
+@pytest.mark.parametrize("prompts", [None, 5, {"input_ids": [1]}], ids=str)
+def test_what_is_no_list_of_prompts_is_refused(llama, serve, prompts):
+    with pytest.raises(ConfigError, match=r"prompts is .* a list of texts"):
+        serve(llama).generate(prompts)
+
+
+@pytest.mark.parametrize("limit", [5.0, None, "5", [2.5], [None]], ids=str)
+def test_a_limit_that_is_no_whole_number_is_refused(llama, serve, limit):
+    with pytest.raises(ConfigError, match=r"max_new_tokens is .* a whole number"):
+        serve(llama).generate([[1]], limit)
+
+
+@pytest.mark.parametrize("sampling", [0.7, {"temperature": 1.0}, [None], [{"top_k": 1}]], ids=str)
+def test_sampling_of_another_type_is_refused(llama, serve, sampling):
+    with pytest.raises(ConfigError, match=r"sampling is .* allowed: SamplingParams"):
+        serve(llama).generate([[1]], 2, sampling)
+
+
+def test_prompts_and_limits_of_numpy_and_a_generator_are_taken(llama, serve):
+    import numpy as np
+
+    engine = serve(llama)
+    (want,) = engine.generate([[3, 4]], 3)
+    assert engine.generate(np.array([[3, 4]]), np.int64(3)) == [want]
+    assert engine.generate(iter([[3, 4]]), 3) == [want]
+
+
+@pytest.mark.parametrize("model", [None, "smollm2", torch.nn.Linear(2, 2)], ids=["None", "a name", "a layer"])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(ConfigError, match="allowed: a model of transformers"):
+        Engine(model)
+
+
+def test_a_model_without_a_head_for_tokens_is_refused(llama):
+    with pytest.raises(UnsupportedModel, match="LlamaModel gives no scores of next tokens"):
+        Engine(llama.model.model, num_pages=4)
+    classifier = LlamaForSequenceClassification(llama.model.config)
+    with pytest.raises(UnsupportedModel, match="LlamaForSequenceClassification gives no scores of next tokens"):
+        Engine(classifier, num_pages=4)
+
+
+def test_a_device_that_torch_does_not_know_is_refused(llama, serve):
+    with pytest.raises(ConfigError, match="'tpu' names no device"):
+        serve(llama, device="tpu")
+
+
 def test_a_limit_for_another_number_of_prompts_is_refused(llama, serve):
     with pytest.raises(ConfigError, match="2 values for 1 prompts"):
         serve(llama).generate([[1]], [3, 4])
@@ -57,6 +105,12 @@ def test_sizes_that_cannot_be_are_named_together(llama, serve):
     text = str(caught.value)
     for part in ("max_batch_size is 0", "chunk_size is -1", "at most the model's 512", "both given"):
         assert part in text
+
+
+@pytest.mark.parametrize("size", ["max_batch_size", "chunk_size", "max_context_len", "num_pages"])
+def test_a_size_that_is_no_whole_number_is_refused(llama, serve, size):
+    with pytest.raises(ConfigError, match=rf"{size} is 2\.5; allowed: a whole number"):
+        serve(llama, **{"kv_cache_bytes": None, size: 2.5})
 
 
 def test_a_pool_too_small_for_a_page_is_refused(llama, serve):

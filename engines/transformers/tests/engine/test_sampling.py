@@ -83,7 +83,14 @@ def test_a_row_draws_the_same_token_whatever_its_neighbours_ask(own, neighbour):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -2}, {"stop": ("",)}],
+    [
+        *({"temperature": one} for one in (-1.0, float("nan"), float("inf"), "1", None, True)),
+        *({"top_p": one} for one in (0.0, 1.5, "0.5", None)),
+        *({"top_k": one} for one in (-2, 2.5, None, True)),
+        *({"seed": one} for one in ("x", 1.5, [1])),
+        *({"stop": one} for one in (("",), None, (5,), (b"x",))),
+        *({"stop_token_ids": one} for one in (5, None, ("a",), (-1,), "ab")),
+    ],
     ids=str,
 )
 def test_parameters_out_of_range_are_refused(wrong):
