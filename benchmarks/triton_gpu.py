@@ -222,14 +222,14 @@ def extend_choices(case: BenchCase, page: int, variants: bool) -> dict[str, Any]
     tile = extend_tile(Widths(case.dim, case.dim), max(case.query_lens) * group, 2, short=short)
     choices: dict[str, Any] = {"plain": (tile, None)}
     if HOPPER and page % 64 == 0:
-        choices = {"hopper": (False,), "hopper fenced": (True,)} | choices
+        choices = {"hopper": ()} | choices
     if variants:
         for t, registers in ((TileConfig(128, 64, 8, 3), None), (TileConfig(64, 64, 4, 3), None)):
             choices[f"{t.rows}×{t.keys}/{t.warps}w/{t.stages}s/{registers or 'free'}"] = (t, registers)
     return choices
 
 
-def run_hopper(data: Data, repeats: int, fenced: bool) -> float:
+def run_hopper(data: Data, repeats: int) -> float:
     from attnplug_triton.kernels.extend_hopper_launch import extend_hopper
 
     case = data.case
@@ -237,7 +237,7 @@ def run_hopper(data: Data, repeats: int, fenced: bool) -> float:
     def call(pool: int) -> None:
         extend_hopper(
             data.q, data.query_lens, data.rules, data.keys(pool), batch_size=case.batch,
-            max_query_len=max(case.query_lens), uniform=0, out=data.out, fenced=fenced,
+            max_query_len=max(case.query_lens), uniform=0, out=data.out,
         )  # fmt: skip
 
     data.out.fill_(float("nan"))
@@ -370,8 +370,8 @@ def time_case(case: BenchCase, page: int, variants: bool, quick: bool, deadline:
         try:
             if is_decode(case):
                 us = run_decode(data, *choice, pdl=True, repeats=repeats)
-            elif name.startswith("hopper"):
-                us = run_hopper(data, repeats, *choice)
+            elif name == "hopper":
+                us = run_hopper(data, repeats)
             else:
                 us = run_extend(data, *choice, repeats=repeats)
             row |= {

@@ -16,7 +16,7 @@ from attnplug.testing.plan import Plan, Profile
 from attnplug.testing.results import Status
 from attnplug.testing.runner import list_cases
 from attnplug_triton.interpreted import INTERPRETED_SPEC, interpreted_backend
-from attnplug_triton.kernels.args import INTERPRETED
+from attnplug_triton.kernels.version import INTERPRETED
 from attnplug_triton.options import TritonOptions
 from attnplug_triton.spec import SPEC
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from attnplug.assembly.env import BackendEnv
 
 from .extend_path import Call, has_gluon
-from .kernels.args import INTERPRETED, Keys, Rules
+from .kernels.args import Keys, Rules
 from .kernels.decode_launch import Partials, decode_attention
+from .kernels.version import INTERPRETED
 from .metadata import DecodePlan, TritonMetadata
 from .options import TritonOptions
 

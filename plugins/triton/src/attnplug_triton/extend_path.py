@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
 from torch import Tensor
 
 from attnplug.assembly.env import BackendEnv
@@ -14,6 +13,7 @@ from attnplug.layer import AttentionLayer
 from .kernels.args import Keys, Rules, Widths
 from .kernels.config import extend_tile
 from .kernels.extend_launch import NewRows, Queries, extend_attention, row_tiles
+from .kernels.version import PROVEN_GLUON, VERSION
 from .metadata import TritonMetadata
 from .options import TritonOptions
 
@@ -22,7 +22,7 @@ _MANY_QUERIES = 1 << 10
 
 def has_gluon(capability: int, options: TritonOptions) -> bool:
     """Whether the Gluon kernels may run: Gluon's names change between versions, so only where they were proven."""
-    return options.hopper_kernels and capability == 90 and triton.__version__.split(".")[:2] == ["3", "6"]
+    return options.hopper_kernels and capability == 90 and VERSION == PROVEN_GLUON
 
 
 class Call(NamedTuple):

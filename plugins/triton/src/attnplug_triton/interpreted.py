@@ -11,7 +11,7 @@ from attnplug.errors import BackendLoadError
 from attnplug.modes import GraphLevel
 
 from .backend import TritonBackend
-from .kernels.args import INTERPRETED
+from .kernels.version import INTERPRETED
 from .options import TritonOptions
 from .spec import SPEC
 

@@ -92,7 +92,7 @@ class Planner:
             longest = max(batch.encoder_lens_cpu or (longest,), default=1)
         elif shape.window >= 0:
             longest = min(longest, shape.window + query_len + one.keys)
-        # Programs that fill a multiprocessor alone lose by streaming: MLA of 128 heads, 8 requests of 8k: 85 and 153 µs.
+        # Programs that fill a multiprocessor alone lose by streaming: 128 heads of MLA, B8 8k: 85 and 153 µs.
         streams = longest > SHORT_WINDOW and programs_per_sm(one) > 1
         ragged = streams and self._is_ragged(batch, in_graph)
         short = 0 <= shape.window < SHORT_WINDOW and not self._env.deterministic

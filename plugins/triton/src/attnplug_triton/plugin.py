@@ -21,13 +21,13 @@ LOWEST = (3, 6)
 @hookimpl
 def attnplug_probe(spec: BackendSpec, device: DeviceFacts) -> list[str]:
     """Ask the installed Triton for its version, and whether it compiles or interprets."""
-    import triton
+    from .kernels.version import INTERPRETED, VERSION
 
     reasons = []
-    version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
-    if version < LOWEST:
-        reasons.append(f"triton {triton.__version__} is installed; the kernels need {LOWEST[0]}.{LOWEST[1]} or newer")
-    elif triton.knobs.runtime.interpret and device.type == "cuda":
+    if VERSION < LOWEST:
+        found, needed = (".".join(map(str, version)) for version in (VERSION, LOWEST))
+        reasons.append(f"triton {found} is installed; the kernels need {needed} or newer")
+    elif INTERPRETED and device.type == "cuda":
         reasons.append("TRITON_INTERPRET is set, so kernels would be interpreted on the CPU; unset it to run on a GPU")
     return reasons
 

@@ -1,14 +1,17 @@
-"""What attnplug-triton declares: softmax attention and MLA on CUDA, from the kernels of this distribution."""
+"""What attnplug-triton declares: softmax attention and MLA on Hopper, which is what its kernels were run on.
+
+Tiles are sized for Hopper's shared memory; another card is declared when conformance has passed on one.
+"""
 
 from attnplug.spec import BackendSpec, Dims, Feature, ForwardMode, GraphLevel, IndexKind, Kind, Phase
 
 SPEC = BackendSpec(
     name="triton",
-    summary="Our own Triton kernels: split-KV decode, extend, verify and MLA on any CUDA card since Ampere",
+    summary="Our own Triton kernels: split-KV decode, extend, verify and MLA; on Hopper, where they were proven",
     needs=frozenset({"extras", "lse", "read_ends", "translator", "verify_mask"}),
     kinds=frozenset({Kind.SOFTMAX, Kind.MLA}),
     device_types=frozenset({"cuda"}),
-    compute_capability=(80, None),
+    compute_capability=(90, 90),
     phases=frozenset(Phase),
     modes=frozenset(ForwardMode),
     dtypes=frozenset({"bfloat16", "float16", "float32"}),
@@ -22,6 +25,6 @@ SPEC = BackendSpec(
     graph_level=GraphLevel.UNIFORM,
     needs_cpu_seq_lens=False,
     index_kinds=frozenset({IndexKind.ROW_TABLE}),
-    priority=40,
+    priority=60,
     kernel_modules=("triton",),
 )

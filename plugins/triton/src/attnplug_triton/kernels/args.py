@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
 from torch import Tensor
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether this process runs kernels in Triton's interpreter, on the CPU: decided when triton was imported."""
 LOG2E = 1.4426950408889634
 
 

@@ -8,10 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from .args import INTERPRETED, LOG2E, Keys, Rules, Widths, next_power
+from .args import LOG2E, Keys, Rules, Widths, next_power
 from .config import FIXED_SPLIT_TOKENS, STREAM_EXTRA, Schedule, TileConfig
 from .decode import decode_split_kernel, decode_stream_kernel
 from .merge import merge_kernel
+from .version import INTERPRETED
 
 _SCHEDULES = {"equal": 0, "fixed": 1, "stream": 2}
 

@@ -51,7 +51,6 @@ def extend_hopper(
     uniform: int,
     out: Tensor,
     lse: Tensor | None = None,
-    fenced: bool = False,
 ) -> None:
     """Attend query rows to a pool of pages. Every query must see a key.
 
@@ -97,6 +96,5 @@ def extend_hopper(
         CAUSAL=rules.causal,
         HAS_SINKS=rules.sinks is not None,
         HAS_LSE=lse is not None,
-        FENCED=fenced,
         num_warps=4,
     )

@@ -36,16 +36,15 @@ def _produce(half_desc, rope_desc, left, right, rope, full, free, table, first, 
         stage = i % STAGES
         turn = (i // STAGES) & 1
         slot = gl.load(table + (last - 1 - i) * KEYS)
-        # In the order in which the places become free.
-        mbarrier.wait(free.index(2 * STAGES + stage), turn ^ 1)
-        mbarrier.expect(full.index(2 * STAGES + stage), KEYS * ROPE * 2)
-        tma.async_copy_global_to_shared(rope_desc, [slot, 2 * HALF], full.index(2 * STAGES + stage), rope.index(stage))
         mbarrier.wait(free.index(stage), turn ^ 1)
         mbarrier.expect(full.index(stage), KEYS * HALF * 2)
         tma.async_copy_global_to_shared(half_desc, [slot, 0], full.index(stage), left.index(stage))
         mbarrier.wait(free.index(STAGES + stage), turn ^ 1)
         mbarrier.expect(full.index(STAGES + stage), KEYS * HALF * 2)
         tma.async_copy_global_to_shared(half_desc, [slot, HALF], full.index(STAGES + stage), right.index(stage))
+        mbarrier.wait(free.index(2 * STAGES + stage), turn ^ 1)
+        mbarrier.expect(full.index(2 * STAGES + stage), KEYS * ROPE * 2)
+        tma.async_copy_global_to_shared(rope_desc, [slot, 2 * HALF], full.index(2 * STAGES + stage), rope.index(stage))
 
 
 @gluon.jit
@@ -53,12 +52,12 @@ def _issue_scores(q_left, q_right, q_rope, left, right, rope, full, zeros, i):
     """Wait for the three parts of a tile and start its scores; one product is outstanding for each part."""
     stage = i % STAGES
     turn = (i // STAGES) & 1
-    mbarrier.wait(full.index(2 * STAGES + stage), turn)
-    s = warpgroup_mma(q_rope, rope.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(full.index(stage), turn)
-    s = warpgroup_mma(q_left, left.index(stage).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q_left, left.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(full.index(STAGES + stage), turn)
-    return warpgroup_mma(q_right, right.index(stage).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(q_right, right.index(stage).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(full.index(2 * STAGES + stage), turn)
+    return warpgroup_mma(q_rope, rope.index(stage).permute((1, 0)), s, is_async=True)
 
 
 @gluon.jit
