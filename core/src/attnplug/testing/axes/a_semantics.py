@@ -52,6 +52,9 @@ def _scores(plan: Plan, mode: ForwardMode) -> Iterable[Case]:
         yield plan.case("A", "soft_cap", mode, plan.layer(cap=cap))
     if plan.has(Feature.SINKS):
         yield plan.case("A", "sinks", mode, plan.layer(sinks=True))
+        # As many KV heads as heads a group would hide which of the two is meant.
+        for group in plan.groups[1:3]:
+            yield plan.case("A", "sinks", mode, plan.layer(heads=3 * group, kv_heads=3, sinks=True))
     # The last one's scores reach some hundreds: exp overflows where the largest is not subtracted first.
     for scaling in (0.03, 0.4, 8.0):
         yield plan.case("A", "scaling", mode, plan.layer(scaling=scaling))

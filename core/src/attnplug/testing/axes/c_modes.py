@@ -119,7 +119,7 @@ def _identities(plan: Plan) -> Iterator[Case]:
             fields = {"queries": (1,) * 6, "prefix": (7, 70, 9, 75, 3, 71)}
             yield plan.case("C", "interleaved", ForwardMode.DECODE, layer, **fields)
         if ForwardMode.EXTEND in plan.modes:
-            fields = {"queries": (3, 20, 3, 20, 3), "prefix": (5, 33, 8, 40, 60)}
+            fields = {"queries": (3, 20, 3, 20, 3), "prefix": (5, 28, 8, 33, 60)}
             yield plan.case("C", "interleaved", ForwardMode.EXTEND, layer, **fields)
         if ForwardMode.MIXED in plan.modes and ForwardMode.DECODE in plan.modes:
             yield plan.case("C", "mixed_parts", ForwardMode.MIXED, layer)
