@@ -10,7 +10,7 @@ from .catalog import Catalog
 from .decision import Candidate, Choice, Decision, Rejection
 from .device import DeviceFacts, describe_device
 from .entry import Entry, State
-from .errors import BackendLoadError, BackendRejected, Reason
+from .errors import BackendLoadError, BackendRejected, ConfigError, Reason
 from .model_spec import ModelSpec
 from .pairing import combine, common_layouts, common_page_size
 from .ranking import AUTO, Ranking, Wish, rank, rank_wish
@@ -59,6 +59,7 @@ def resolve(
         BackendConflict: A name that several distributions announce.
         BackendRejected: For some role nothing that was asked for fits; holds every reason, and what would fit.
         BackendLoadError: The one backend asked for fails to load.
+        ConfigError: A ``[backend.NAME]`` table is nearly a backend's name, and is none.
     """
     from .config import AttentionConfig
 
@@ -68,6 +69,7 @@ def resolve(
     deployment = deployment or Deployment()
     if config.plugins.strict:
         _require_sound(catalog)
+    _refuse_misspelt_tables(config, catalog)
     if prober is None:
         from .manager import BackendManager
 
@@ -93,6 +95,26 @@ def _wish(role: Role, config: AttentionConfig) -> Wish:
             rung = config.rung(key)
             return Wish(names, rung.name, rung.source)
     raise AssertionError(f"role {role.value} has no configuration key")
+
+
+def _refuse_misspelt_tables(config: AttentionConfig, catalog: Catalog) -> None:
+    """Raise where a ``[backend.NAME]`` is nearly a name: its options would be read by nothing, and nobody told.
+
+    A table of a backend that is merely not installed stays: one file may serve several machines.
+    """
+    known_names = {*catalog.names, *known.DISTRIBUTIONS}
+    for name in config.backend:
+        meant = known.did_you_mean(name, known_names) if name not in known_names else ""
+        if meant:
+            rung = config.rung(f"backend.{name}")
+            raise ConfigError(
+                f"[backend.{name}] configures no backend; {meant}",
+                source=rung.source,
+                key=f"backend.{name}",
+                value=name,
+                allowed=", ".join(sorted(known_names)),
+                remedy="name the table as the backend is named: attnplug list",
+            )
 
 
 def _require_sound(catalog: Catalog) -> None:

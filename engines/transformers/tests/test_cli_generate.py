@@ -191,3 +191,21 @@ def test_the_installed_command_ends_a_fault_without_a_traceback() -> None:
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "attnplug: error: no such model" in result.stderr
+
+
+def test_a_backend_that_raises_in_a_step_is_one_message_with_its_place(
+    generate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attnplug_torch_native.backend import TorchNativeBackend
+
+    def broken(self: Any, *_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("the kernel's own fault")
+
+    monkeypatch.setattr(TorchNativeBackend, "forward_extend", broken)
+    result = generate(*NATIVE, "--prompt", "abc")
+    assert result.code == 2
+    assert (
+        "a step failed (prefill torch_native, decode torch_native): ZeroDivisionError: the kernel's own" in result.err
+    )
+    assert "test_cli_generate.py" in result.err
+    assert "Traceback" not in result.err

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnplug.errors import ConfigError
+from attnplug.errors import AttnplugError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .engine import Engine
+    from .errors import StepFailed
     from .printer import Printer
     from .progress import Reporter
     from .results import Completion
@@ -120,7 +122,13 @@ def command(
         tokens = [_encode(engine, text, chat=chat) for text in prompts]
         printer = Printer(prompts, live=stream and not as_json)
         start = time.perf_counter()
-        completions = _generate(engine, tokens, max_new_tokens, sampling, report, printer)
+        try:
+            completions = _generate(engine, tokens, max_new_tokens, sampling, report, printer)
+        except AttnplugError:
+            raise
+        # A kernel or a model may raise anything; a command tells it in one message, with its place.
+        except Exception as error:
+            raise _step_failed(engine, error) from error
         seconds = time.perf_counter() - start
         difference = _verify(engine, tokens, completions, max_new_tokens, report) if verify else None
         if as_json:
@@ -193,6 +201,18 @@ def _generate(
                 advance(max_new_tokens - len(tokens[at]))
             printer.push(at, chunk.text, ended=chunk.finish_reason is not None)
     return [Completion(t, text, end, error) for t, text, end, error in zip(tokens, texts, ends, errors)]  # type: ignore[arg-type]
+
+
+def _step_failed(engine: Engine, error: Exception) -> StepFailed:
+    from .errors import StepFailed
+
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    prefill, decode = _names(engine)
+    return StepFailed(
+        f"a step failed (prefill {prefill}, decode {decode}): {type(error).__name__}: {error}\n"
+        f"  at {frame.filename}:{frame.lineno} in {frame.name}",
+        remedy="--prefill torch_native --decode torch_native tells a backend's fault from the model's",
+    )
 
 
 def _verify(

@@ -258,6 +258,7 @@ class Engine(RequestLoop):
     def close(self) -> None:
         """End all requests and give back graphs and the backend's workspaces."""
         with self._lock:
+            self._closed = True
             self.abort_all()
             self.graphs.close()
             self.backend.close()

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 
 from attnplug.errors import AttnplugError
 
-__all__ = ["EngineError", "RequestRefused"]
+__all__ = ["EngineError", "RequestRefused", "StepFailed"]
 
 
 class EngineError(AttnplugError):
     """An engine cannot do what it was asked."""
+
+
+class StepFailed(EngineError):
+    """The model or the backend raised while a step ran; the cause is chained."""
 
 
 class RequestRefused(EngineError):

@@ -9,6 +9,7 @@ from itertools import count
 
 from .core import EngineCore
 from .detokenize import Tokenizer, decode
+from .errors import EngineError
 from .intake import Intake, Prompt
 from .request import EngineRequest
 from .results import Completion, StepOutput, StreamChunk
@@ -34,6 +35,7 @@ class RequestLoop:
         self._boxes: dict[int, deque[StepOutput]] = {}
         self._step_box: deque[StepOutput] = deque()
         self._lock = threading.RLock()
+        self._closed = False
 
     @property
     def has_work(self) -> bool:
@@ -59,8 +61,9 @@ class RequestLoop:
 
         Raises:
             RequestRefused: Prompts that can never be served, all named; nothing has run then.
+            EngineError: The engine is closed.
         """
-        requests = self._intake.make(prompts, max_new_tokens, sampling, self._ids, stream=False)
+        requests = self._make(prompts, max_new_tokens, sampling, stream=False)
         for _ in self._drive(requests):
             pass
         return [self._completion(request) for request in requests]
@@ -75,7 +78,7 @@ class RequestLoop:
 
         Closing the iterator aborts what is unfinished.
         """
-        requests = self._intake.make(prompts, max_new_tokens, sampling, self._ids, stream=True)
+        requests = self._make(prompts, max_new_tokens, sampling, stream=True)
         return self._chunks(requests)
 
     def add_request(
@@ -92,7 +95,7 @@ class RequestLoop:
         Raises:
             RequestRefused: It can never be served.
         """
-        (request,) = self._intake.make([prompt], max_new_tokens, sampling, self._ids, stream=stream)
+        (request,) = self._make([prompt], max_new_tokens, sampling, stream=stream)
         with self._lock:
             self._boxes[request.request_id] = self._step_box
             self._core.add(request)
@@ -123,6 +126,19 @@ class RequestLoop:
             outputs = list(self._step_box)
             self._step_box.clear()
             return outputs
+
+    def _make(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int | Sequence[int],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        stream: bool,
+    ) -> list[EngineRequest]:
+        if self._closed:
+            # Its backend has given its workspaces back: a step would read memory that is another's by now.
+            raise EngineError("the engine is closed, and serves nothing more", remedy="make another Engine")
+        return self._intake.make(prompts, max_new_tokens, sampling, self._ids, stream=stream)
 
     def _step(self) -> None:
         for output in self._core.step():

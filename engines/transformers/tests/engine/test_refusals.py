@@ -12,6 +12,7 @@ from attnplug.decision import Candidate
 from attnplug.errors import BackendIncompatible, BackendRejected, ConfigError, UnknownBackend, UnsupportedModel
 from attnplug.lock import load_lock, write_lock
 from attnplug_transformers import Engine, RequestRefused
+from attnplug_transformers.errors import EngineError
 
 
 def test_all_bad_prompts_are_named_before_anything_runs(llama, serve):
@@ -155,3 +156,15 @@ def test_a_rank_serves_what_another_decided(llama, prompts, expected, serve, tmp
     other = replace(lock, choices=tuple(replace(one, chosen=Candidate("x", "acme", "1")) for one in lock.choices))
     with pytest.raises(BackendIncompatible, match="'x'"):
         Engine(llama.model, decision=other)
+
+
+def test_a_closed_engine_serves_nothing_more(llama, serve):
+    engine = serve(llama)
+    engine.close()
+    for call in (
+        lambda: engine.generate([[1]]),
+        lambda: engine.generate_stream([[1]]),
+        lambda: engine.add_request([1]),
+    ):
+        with pytest.raises(EngineError, match="the engine is closed"):
+            call()
