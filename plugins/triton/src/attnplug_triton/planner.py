@@ -24,7 +24,7 @@ MAX_DECODE_ROWS = 1024
 SHORT_WINDOW = 1024
 """Keys up to which a window is one program's work: its cost is latency, which splitting only adds to."""
 RAGGED = 1.5
-"""Longest over mean length from which the stream schedule is worth its 1 to 6 %."""
+"""Longest over mean length from which the stream schedule is worth what it costs a uniform batch, 4 to 30 %."""
 _GRAPH_STREAM_BATCH = 4
 _PARTIALS = "partials"
 
