@@ -64,12 +64,16 @@ def check_budget(ours: Tensor, theirs: Tensor, truth: Tensor) -> None:
     assert mine.max() <= 2 * FACTOR * allowed.max()
 
 
+def smooth(subject):
+    """Return a subject whose logits do not jump at a rounding, as weights that make greedy tokens differ make them."""
+    if "init_std" not in subject.sizes:
+        return subject
+    return dataclasses.replace(subject, sizes={**subject.sizes, "init_std": SMOOTH})
+
+
 def in_three(subject):
     """Return a model in bfloat16 for the engine, one for the oracle, and the same weights in float32."""
-    if "init_std" in subject.sizes:
-        # Weights that make greedy tokens differ make logits jump at a rounding.
-        subject = dataclasses.replace(subject, sizes={**subject.sizes, "init_std": SMOOTH})
-    model = cast(subject.model(), torch.bfloat16)
+    model = cast(smooth(subject).model(), torch.bfloat16)
     return model, copy.deepcopy(model), cast(copy.deepcopy(model), torch.float32)
 
 
