@@ -68,12 +68,10 @@ class EngineCore:
 
     def abort(self, request_id: int) -> bool:
         """End a request wherever it is; its last output comes with the next step. False where it has ended."""
-        if request_id in self._requests:
-            # What has been given was given before the abort: its tokens count.
-            self._land_all()
         request = self._requests.get(request_id)
         if request is None:
             return False
+        # A step that was given may compute a token more for it, which is dropped as it comes.
         self.scheduler.finish(request, "abort")
         self._undelivered.append(self._output(request, []))
         return True

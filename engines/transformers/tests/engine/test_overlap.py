@@ -60,24 +60,27 @@ def test_stop_strings_and_streams_are_the_same(llama, prompts, expected, serve, 
     assert by_request(stream(overlap=True)) == by_request(stream())
 
 
-def test_an_aborted_request_keeps_what_was_computed_and_the_others_go_on(llama, prompts, expected, serve):
-    engine = serve(llama, overlap=True)
-    first, second = (engine.add_request(prompt, 24) for prompt in prompts[2:4])
-    tokens = {first: [], second: []}
-    for output in engine.step():
-        tokens[output.request_id] += output.token_ids
-    assert engine.abort(first)
-    assert not engine.abort(first)
-    reasons = {}
-    while engine.has_work:
+@pytest.mark.parametrize("new", [2, 24], ids=["its last token on its way", "more to come"])
+def test_an_aborted_request_ends_as_without_overlap(llama, prompts, expected, serve, new):
+    outcomes = []
+    for overlap in (False, True):
+        engine = serve(llama, overlap=overlap)
+        first, second = (engine.add_request(prompt, n) for prompt, n in zip(prompts[2:4], (new, 24)))
+        tokens, reasons = {first: [], second: []}, {}
         for output in engine.step():
             tokens[output.request_id] += output.token_ids
-            reasons[output.request_id] = output.finish_reason
-    assert reasons == {first: "abort", second: "length"}
-    assert tokens[second] == expected[3]
-    assert tokens[first] == expected[2][: len(tokens[first])]
-    assert 1 <= len(tokens[first]) <= 2
-    assert all_free(engine)
+        assert engine.abort(first)
+        assert not engine.abort(first)
+        while engine.has_work:
+            for output in engine.step():
+                assert output.request_id not in reasons, "an output after the end"
+                tokens[output.request_id] += output.token_ids
+                if output.finish_reason is not None:
+                    reasons[output.request_id] = output.finish_reason
+        assert all_free(engine)
+        outcomes.append((tokens, reasons))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[1] == ({first: expected[2][:1], second: expected[3]}, {first: "abort", second: "length"})
 
 
 class Faulty(TorchNativeBackend):
