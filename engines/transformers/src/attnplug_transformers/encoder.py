@@ -20,7 +20,7 @@ from .backends import BackendFactory, ConfigSource, Selection, build_serving, ch
 from .detokenize import Tokenizer
 from .encoder_batch import make_encoder_batch
 from .errors import RequestRefused
-from .intake import Intake
+from .intake import Intake, several
 from .loading import dtype_name, resolve_device, resolve_dtype
 from .model_source import open_model
 from .model_spec import model_spec_from_config, refuse_decoder
@@ -91,9 +91,9 @@ class Encoder:
         if selection is None:
             selection = select(self.model_spec, read_config(attention), self.device, backend_factory)
         self.decision = selection.decision
-        if min(max_batch_size, max_num_tokens) < 1:
+        if not all(isinstance(size, int) and size >= 1 for size in (max_batch_size, max_num_tokens)):
             raise ConfigError(
-                f"max_batch_size is {max_batch_size}, max_num_tokens {max_num_tokens}; allowed: at least 1",
+                f"max_batch_size is {max_batch_size!r}, max_num_tokens {max_num_tokens!r}; allowed: at least 1",
                 key="encoder",
             )
         self.sizes = EngineSizes(
@@ -175,9 +175,7 @@ class Encoder:
         Raises:
             RequestRefused: Inputs that can never be served, all named; nothing has run then.
         """
-        if isinstance(inputs, str):
-            raise ConfigError("inputs is one text; allowed: a list of texts or of token-id lists", key="inputs")
-        tokens = self._read(inputs)
+        tokens = self._read(several(inputs, "inputs"))
         with self._lock:
             return [encoding for part in self._steps(tokens) for encoding in self._run(part)]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["Intake", "Prompt"]
+__all__ = ["Intake", "Prompt", "several"]
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any] | Tensor"
 """A text, or token ids; for an encoder-decoder what its encoder reads, see ``encoder_intake``."""
@@ -63,7 +63,7 @@ class Intake:
             ConfigError: The arguments do not fit together.
             RequestRefused: Prompts that can never be served; every one with every reason.
         """
-        prompts = _several(prompts)
+        prompts = several(prompts, "prompts")
         limits = [as_int(one) for one in _one_each(max_new_tokens, Integral, len(prompts), "max_new_tokens")]
         wanted = SamplingParams() if sampling is None else sampling
         params = _one_each(wanted, SamplingParams, len(prompts), "sampling")
@@ -158,13 +158,16 @@ def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset()
 
 
-def _several(prompts: Any) -> Sequence[Prompt]:
-    if isinstance(prompts, str):
-        raise ConfigError("prompts is one text; allowed: a list of texts or of token-id lists", key="prompts")
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
-        kind = type(prompts).__name__
-        raise ConfigError(f"prompts is {kind}; allowed: a list of texts or of token-id lists", key="prompts")
-    return list(prompts)
+def several(given: Any, name: str) -> list[Any]:
+    """Return the prompts of an argument.
+
+    Raises:
+        ConfigError: It is one prompt, or none at all.
+    """
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+        kind = "one text" if isinstance(given, str) else type(given).__name__
+        raise ConfigError(f"{name} is {kind}; allowed: a list of texts or of token-id lists", key=name)
+    return list(given)
 
 
 def _one_each(value: Any, kind: type, count: int, name: str) -> list[Any]:

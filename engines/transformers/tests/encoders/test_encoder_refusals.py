@@ -79,6 +79,16 @@ def test_bad_inputs_of_an_encoder_are_named_together():
         assert sorted(caught.value.problems) == [1, 2, 3, 4]
         with pytest.raises(ConfigError, match="a list of texts"):
             encoder.encode("text")
+        for inputs in (None, 5, {"input_ids": [3]}):
+            with pytest.raises(ConfigError, match=r"inputs is .* a list of texts"):
+                encoder.encode(inputs)
+
+
+@pytest.mark.parametrize("size", ["max_batch_size", "max_num_tokens"])
+@pytest.mark.parametrize("value", [0, 1.5, "8"])
+def test_sizes_of_an_encoder_that_cannot_be_are_refused(size, value):
+    with pytest.raises(ConfigError, match=f"{size} .*{value!r}.* allowed: at least 1"):
+        Encoder(subject_of("Bert").model(), attention=NATIVE, **{size: value})
 
 
 @pytest.fixture
