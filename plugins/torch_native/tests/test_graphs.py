@@ -15,7 +15,7 @@ from attnplug.batch import ForwardBatch
 from attnplug.errors import BackendRejected
 from attnplug.graphs.full import GraphRunner
 from attnplug.graphs.options import EVERY_REPLAY, GraphOptions
-from attnplug.modes import ForwardMode, KVSpace
+from attnplug.modes import ForwardMode, GraphLevel, KVSpace
 from attnplug.spec_info import SpecInfo
 from attnplug_torch_native.options import TorchNativeOptions
 
@@ -116,3 +116,23 @@ def test_encoder_longer_than_the_graphs_columns_is_refused() -> None:
     with pytest.raises(BackendRejected, match="encoder_lens"):
         replay(world, runner(world, 1), 0, 1, 1)
     assert KVSpace.ENCODER in world.translator.spaces
+
+
+@pytest.mark.parametrize(
+    ("window", "bound", "level"),
+    [
+        (-1, 8192, GraphLevel.UNIFORM),
+        (-1, 16, GraphLevel.NONE),
+        (10, 16, GraphLevel.UNIFORM),
+        (16, 16, GraphLevel.NONE),
+    ],
+    ids=["short", "long", "window", "wide_window"],
+)
+def test_a_context_whose_captured_reads_cost_more_than_eager_ones_serves_no_graphs(
+    window: int, bound: int, level: GraphLevel
+) -> None:
+    options = TorchNativeOptions(max_graph_context_len=bound)
+    world = World(
+        layer(sliding_window_size=window), LENS, (1,) * 5, ForwardMode.DECODE, max_context=320, options=options
+    )
+    assert world.backend.graph_level is level

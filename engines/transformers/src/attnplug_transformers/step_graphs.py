@@ -153,7 +153,7 @@ def _refusal(choice: str, backend: AttentionBackend, device: torch.device) -> st
     if choice == "off":
         return "graphs are off"
     if backend.graph_level < GraphLevel.DECODE:
-        return f"{backend.name} serves no graphs"
+        return f"{backend.name} serves no graphs here (its graph level is {backend.graph_level.name})"
     if choice == "auto" and device.type != "cuda":
         return f"graphs need a GPU; this engine runs on {device.type}"
     return ""

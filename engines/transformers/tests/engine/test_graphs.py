@@ -176,9 +176,9 @@ def test_why_no_step_is_replayed_is_told(llama, prompts, serve):
     off = serve(llama, attention={"attention": {**NATIVE["attention"], "graphs": "off"}})
     assert off.graphs.refusal == "graphs are off"
     none = serve(llama, backend_factory=Ungraphed, graphs="emulated")
-    assert none.graphs.refusal == "torch_native serves no graphs"
+    assert none.graphs.refusal == "torch_native serves no graphs here (its graph level is NONE)"
     none.generate(prompts[:1], 3)
-    assert none.graphs.facts()["eager_steps"] == {"torch_native serves no graphs": 3}
+    assert none.graphs.facts()["eager_steps"] == {"torch_native serves no graphs here (its graph level is NONE)": 3}
 
 
 def test_buckets_come_from_the_configuration_and_the_argument_wins(llama, serve):

@@ -14,7 +14,7 @@ from attnplug.graphs.metadata_buffers import GraphBufferSets
 from attnplug.kv.write_loc import KVWriteLoc
 from attnplug.layer import AttentionLayer, output_dtype
 from attnplug.model_spec import LayerSpec
-from attnplug.modes import AttentionType, ForwardMode, KVSpace, MlaForm, SharedReadEnds
+from attnplug.modes import AttentionType, ForwardMode, GraphLevel, KVSpace, MlaForm, SharedReadEnds
 from attnplug.spec import Kind
 from attnplug.spec_info import SpecInfo
 
@@ -75,15 +75,25 @@ class TorchNativeBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Reserve slots, lengths and masks for every way of reading, over the longest context."""
-        longest, width = self.env.limits.max_context_len, -(-max_num_tokens // max_bs)
+        width = -(-max_num_tokens // max_bs)
         for layer in self._pool_layers:
             crossing = layer.is_cross_attention
             space = KVSpace.ENCODER if crossing else self.env.kv_pool.space_of(layer.layer_id)
             key = ReadKey(space, layer.sliding_window_size, is_causal(layer, ForwardMode.DECODE))
             if key not in self._columns:
-                n = min(longest, key.window + width) if key.window >= 0 and not crossing else longest
+                n = self._most_columns(layer, width)
                 self._columns[key] = n
                 self._buffers.reserve([key], buffer_specs(max_bs, max_num_tokens, n), owner=self.name)
+
+    def _most_columns(self, layer: LayerSpec, width: int) -> int:
+        longest, window = self.env.limits.max_context_len, layer.sliding_window_size
+        return min(longest, window + width) if window >= 0 and not layer.is_cross_attention else longest
+
+    @property
+    def graph_level(self) -> GraphLevel:
+        """The declared level, or NONE where captured reads would span more than ``max_graph_context_len`` keys."""
+        columns = max((self._most_columns(layer, 1) for layer in self._pool_layers), default=0)
+        return SPEC.graph_level if columns <= self._options.max_graph_context_len else GraphLevel.NONE
 
     def metadata_capture_refusal(self, mode: ForwardMode) -> str:
         """Decode is planned on the device alone; a verify mask's first row and all other lengths are the host's."""
