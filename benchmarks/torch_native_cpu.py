@@ -14,15 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from _report import write
 from torch import Tensor
 
 from attnplug.assembly.env import BackendEnv, Limits
@@ -152,7 +151,6 @@ def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--case", help="only cases whose name holds this")
@@ -189,17 +187,16 @@ def main() -> None:
                 found[f"times_faster_than_{one}"] = ratio
             rows[name] = found
             print(name, json.dumps(found))
-    if args.json:
+    if not args.case:
         report = {
-            "torch": torch.__version__,
+            "what": "milliseconds a call, medians, of one layer; ways interleaved",
             "threads": args.threads,
-            "cpu": platform.processor() or platform.machine(),
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "load_average_1_5_15": [round(x, 1) for x in os.getloadavg()],
             "shape": "32/8/128 bfloat16",
             "cases": rows,
         }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write("torch_native_cpu", report, ("attnplug", "attnplug-torch-native", "torch"))
 
 
 if __name__ == "__main__":
