@@ -237,7 +237,7 @@ class PutsGroupedRequestsBackInAnotherOrder(DenseBackend):
         return got._replace(out=got.out[order])
 
 
-@fault("rows that nobody wrote|blind", "C:blind:*")
+@fault("rows that nobody wrote", "C:blind:*mask=full*")
 class DividesByNothing(DenseBackend):
     """Normalises the weights of a query that sees no key."""
 

@@ -12,7 +12,7 @@ def draw_trees(case: Case, device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Return what each request's drafts may see, [W, S + W] bool each, and the parents, [B, W] int64.
 
     Draft 0 is the root. With a mask of cells for cached positions too ('full'), a few of those are hidden: a reader of
-    the mask sees it. A case whose ``arg`` is 'blind' leaves each last draft without a key.
+    the mask sees it. A case whose ``arg`` is 'blind' hides from each last draft all that its mask has cells for.
     """
     width, random = case.queries[0], torch.Generator().manual_seed(case.seed + 29)
     parents = torch.full((len(case.queries), width), -1, dtype=torch.int64)
@@ -31,6 +31,6 @@ def draw_trees(case: Case, device: torch.device) -> tuple[list[Tensor], Tensor]:
             tree[:, 1] = False
             tree[width // 2 :, 3] = False
         if case.arg == "blind":
-            tree[width - 1] = False
+            tree[width - 1, 0 if case.mask == "full" else prefix :] = False
         trees.append(tree.to(device))
     return trees, parents

@@ -107,6 +107,9 @@ def _uncached(plan: Plan) -> Iterable[Case]:
             batch = len(plan.case("A", "cross", mode).queries)
             layers = (plan.layer(), plan.layer(cross=True))
             yield plan.case("A", "cross", mode, layers=layers, encoder=(9, 1, 37, 20)[:batch])
+    if plan.has(Feature.ENCODER_ONLY, Feature.SINKS) and _EXTEND in plan.modes:
+        layer = plan.layer(heads=3 * plan.groups[0], kv_heads=3, attn=encoder.attn, sinks=True)
+        yield plan.case("A", "encoder_only", _EXTEND, layer, queries=(1, 9, 33), prefix=(0, 0, 0))
     if plan.has(Feature.ENCODER_ONLY) and _EXTEND in plan.modes:
         yield plan.case("A", "encoder_only", _EXTEND, encoder, queries=(1, 9, 33), prefix=(0, 0, 0))
         if plan.has(Feature.SLIDING_WINDOW):
@@ -133,7 +136,8 @@ def mla_cases(plan: Plan, axis: str, check: str, **changes: Any) -> Iterator[Cas
             if mode is ForwardMode.TARGET_VERIFY and not plan.has(Feature.CHAIN_VERIFY):
                 continue
             lse = form is MlaForm.CHUNKED_PREFIX and plan.has(Feature.LSE)
-            prefix: dict[str, Any] = {"prefix": (3, 13, 40)} if form is MlaForm.CHUNKED_PREFIX else {}
+            # The second request has no prefix, and with that no row of the chunk.
+            prefix: dict[str, Any] = {"prefix": (3, 0, 40)} if form is MlaForm.CHUNKED_PREFIX else {}
             fields: dict[str, Any] = {
                 "mla": form.value,
                 "lse": lse,

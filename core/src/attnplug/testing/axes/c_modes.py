@@ -121,6 +121,9 @@ def _identities(plan: Plan) -> Iterator[Case]:
         if ForwardMode.EXTEND in plan.modes:
             fields = {"queries": (3, 20, 3, 20, 3), "prefix": (5, 28, 8, 33, 60)}
             yield plan.case("C", "interleaved", ForwardMode.EXTEND, layer, **fields)
+            for page in plan.pages[:2]:
+                fields = {"queries": (3, 20, 3, 20, 3), "prefix": (5, 33, 8, 33, 60), "page": page}
+                yield plan.case("C", "interleaved", ForwardMode.EXTEND, layer, **fields)
         if ForwardMode.MIXED in plan.modes and ForwardMode.DECODE in plan.modes:
             yield plan.case("C", "mixed_parts", ForwardMode.MIXED, layer)
         if ForwardMode.SPLIT_PREFILL in plan.modes:
@@ -128,8 +131,12 @@ def _identities(plan: Plan) -> Iterator[Case]:
         if ForwardMode.TARGET_VERIFY in plan.modes and plan.has(Feature.CUSTOM_MASK):
             for mask in ("qlen", "full"):
                 yield plan.case("C", "tree_after_plan", ForwardMode.TARGET_VERIFY, plan.layer(), mask=mask)
-            for lse in (False, True) if plan.has(Feature.LSE) else (False,):
-                yield plan.case("C", "blind", ForwardMode.TARGET_VERIFY, layer, mask="full", arg="blind", lse=lse)
+                for lse in (False, True) if plan.has(Feature.LSE) else (False,):
+                    yield plan.case("C", "blind", ForwardMode.TARGET_VERIFY, layer, mask=mask, arg="blind", lse=lse)
+                if plan.has(Feature.SLIDING_WINDOW):
+                    # Windows that end inside the tree.
+                    for w in (0, 1):
+                        yield plan.case("C", "mode", ForwardMode.TARGET_VERIFY, plan.layer(window=w), mask=mask)
     if plan.has(Feature.CROSS_ATTENTION) and ForwardMode.DECODE in plan.modes:
         pair = (plan.layer(), plan.layer(cross=True))
         for lse in (False, True) if plan.has(Feature.LSE) else (False,):
@@ -172,7 +179,9 @@ AXIS = Axis(
         "interleaved": oracle_check(
             "requests of like lengths may be computed together, wherever they stand in the batch"
         ),
-        "blind": oracle_check("a query that a mask leaves without a key gets zeros and an LSE of −inf"),
+        "blind": oracle_check(
+            "a draft sees nothing of the window, or nothing at all: then it gets zeros and an LSE of −inf"
+        ),
         "encoder_mirror": Check(
             "without encoder lengths on the host the result is the same, or a reasoned refusal", encoder_mirror
         ),
