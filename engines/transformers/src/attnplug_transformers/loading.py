@@ -27,6 +27,8 @@ __all__ = ["CheckpointSource", "LoadedModel", "dtype_name", "load_model", "resol
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_SECONDS = 10.0
 _ROW_HEADS = ("ForMaskedLM", "ForTokenClassification")
+_OTHER_HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "RewardModel")
+_GENERATING = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
@@ -142,9 +144,14 @@ class CheckpointSource:
         return dtype_name(dtype) if isinstance(dtype, torch.dtype) else str(dtype or "float32")
 
     def model_spec(self, dtype: str) -> ModelSpec:
-        """Return what it asks of attention."""
+        """Return what it asks of attention.
+
+        Raises:
+            UnsupportedModel: It cannot be served, or was saved with another head than one that generates.
+        """
         config = self.config()
         config.name_or_path = self.label
+        _refuse_classifier(config)
         return model_spec_from_config(config, dtype=dtype)
 
     def load(self, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -218,6 +225,16 @@ def _auto_class(config: PretrainedConfig) -> str:
         return name
     saved = (getattr(config, "architectures", None) or [""])[0]
     return next((f"AutoModel{head}" for head in _ROW_HEADS if saved.endswith(head)), name)
+
+
+def _refuse_classifier(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModel for a classifier, whose tied embeddings would else pass for a head of tokens."""
+    saved = (getattr(config, "architectures", None) or [""])[0]
+    if saved.endswith(_OTHER_HEADS) and _auto_class(config) in _GENERATING:
+        raise UnsupportedModel(
+            f"model {config.name_or_path!r} was saved as {saved}, which gives no scores of next tokens",
+            remedy="give a checkpoint of a model that generates",
+        )
 
 
 def _hub_answers(model_id: str) -> bool:

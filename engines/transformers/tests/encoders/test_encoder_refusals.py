@@ -162,3 +162,14 @@ def test_what_cannot_be_served_is_refused_before_weights(no_weights, tmp_path, c
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=words):
         Engine.from_pretrained(tmp_path, attention=NATIVE)
+
+
+@pytest.mark.parametrize(
+    ("name", "head"), [("Qwen2", "Qwen2ForSequenceClassification"), ("Bart", "BartForQuestionAnswering")]
+)
+def test_a_classifiers_checkpoint_is_refused_before_weights(no_weights, tmp_path, name, head):
+    config = subject_of(name).config()
+    config.tie_word_embeddings, config.architectures = True, [head]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=f"was saved as {head}, which gives no scores of next tokens"):
+        Engine.from_pretrained(tmp_path, attention=NATIVE)
