@@ -57,6 +57,8 @@ FAULTS: dict[str, Callable[[Tensor], object]] = {
     "repeat_interleave": lambda x: torch.repeat_interleave(x, torch.ones(3, dtype=torch.int64)),
     "unique": lambda x: torch.unique(x),
     "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x),
+    "split_at_values": lambda x: x.tensor_split(x.long()),
     "tolist_at_once": lambda x: x.tolist(),
     "cpu": lambda x: x.cpu(),
     "to_the_word_cpu": lambda x: x.to("cpu"),

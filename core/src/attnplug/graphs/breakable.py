@@ -15,7 +15,7 @@ from ..context import ForwardContext, forward_context
 from ..errors import ContractViolation
 from ..modes import ForwardMode, SharedReadEnds
 from .breaks import BreakingBackend, Call
-from .buckets import bucket_for
+from .buckets import bucket_for, checked_buckets
 from .buffers import BatchBuffers
 from .capture import CapturedGraph, GraphFactory, graph_factory
 from .dummy import dummy_lens, dummy_prefill
@@ -62,6 +62,9 @@ class BreakableGraphRunner:
         fence: Where the steps' shared reads end, for overlap scheduling.
         factory: Makes the graphs; share one between runners whose replays never run at once.
         dp_attention: Ranks attend to different requests: backends may then prefer mixed prefills eager.
+
+    Raises:
+        ConfigError: No bucket, or one below 1.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class BreakableGraphRunner:
         factory: GraphFactory | None = None,
         dp_attention: bool = False,
     ) -> None:
-        self.buckets = tuple(sorted(set(buckets)))
+        self.buckets = checked_buckets(buckets)
         bound = backend.prefill_cuda_graph_max_batch_size
         self.max_requests = max_requests if bound is None else min(max_requests, bound)
         self._model_fn, self._backend, self._device = model_fn, backend, device

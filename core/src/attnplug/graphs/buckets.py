@@ -36,6 +36,25 @@ def token_buckets(max_num_tokens: int, configured: Iterable[int] = ()) -> tuple[
     return _chosen(max_num_tokens, configured, (4, 8), 16, 4)
 
 
+def checked_buckets(buckets: Iterable[int]) -> tuple[int, ...]:
+    """Return a runner's buckets, ascending and each once.
+
+    Raises:
+        ConfigError: There is none, or one is no whole number from 1.
+    """
+    given = tuple(buckets)
+    wrong = [size for size in given if not isinstance(size, int) or size < 1]
+    if wrong or not given:
+        raise ConfigError(
+            f"graph buckets {wrong}: a size is a whole number from 1" if wrong else "no graph bucket is given",
+            key="graph_buckets",
+            value=str(list(given)),
+            allowed="1 …",
+            remedy="take those of graphs.buckets: batch_buckets, or token_buckets for prefills",
+        )
+    return tuple(sorted(set(given)))
+
+
 def _chosen(limit: int, configured: Iterable[int], small: tuple[int, ...], first: int, parts: int) -> tuple[int, ...]:
     given = sorted(set(configured))
     wrong = [size for size in given if not 1 <= size <= limit]

@@ -116,9 +116,13 @@ class CudaGraphs:
         torch.cuda.empty_cache()
         outer = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(outer)
-        with torch.cuda.stream(self._stream):
-            yield
-        outer.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            # Also where a warm-up was refused: its buffers go back to the outer stream's memory, and kernels that were
+            # launched before the refusal may still use them.
+            outer.wait_stream(self._stream)
 
     def lint(self) -> Any:
         return lint_region()

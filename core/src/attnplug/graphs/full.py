@@ -11,7 +11,7 @@ from ..backend import AttentionBackend
 from ..batch import ForwardBatch
 from ..errors import ContractViolation
 from ..modes import ForwardMode, GraphLevel
-from .buckets import bucket_for
+from .buckets import bucket_for, checked_buckets
 from .capture import GraphFactory, graph_factory
 from .glue import GlueGraphs
 from .inputs import ModelFn
@@ -38,6 +38,7 @@ class GraphRunner:
         factory: Makes the graphs; share one between runners whose replays never run at once.
 
     Raises:
+        ConfigError: No bucket, or one below 1.
         ContractViolation: The backend serves no graphs.
     """
 
@@ -53,7 +54,7 @@ class GraphRunner:
         fence: ReadEndFence | None = None,
         factory: GraphFactory | None = None,
     ) -> None:
-        self.buckets, self.max_query_width = tuple(sorted(set(buckets))), max_query_width
+        self.buckets, self.max_query_width = checked_buckets(buckets), max_query_width
         self._options = options or GraphOptions()
         factory = factory or graph_factory(device)
         top = self.buckets[-1]

@@ -58,6 +58,7 @@ HOST_CALLS = {
     "__bool__": _READS,
     "__index__": f"{_READS} (as an index, a slice or a range)",
     "__complex__": _READS,
+    "allclose": _READS,
     "pin_memory": "allocates pinned memory, which synchronises",
     "tensor": _BAKED,
     "new_tensor": _BAKED,
@@ -73,6 +74,9 @@ def call_fault(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         return HOST_CALLS[name]
     if name in ("as_tensor", "asarray") and args and not isinstance(args[0], Tensor):
         return _BAKED
+    if name == "tensor_split":
+        points = kwargs.get("tensor_indices_or_sections", args[1] if len(args) > 1 else None)
+        return _READS if isinstance(points, Tensor) else ""
     if name == "to":
         # A device object may well be the backend's own; the word is the host, wherever the backend runs.
         target = kwargs.get("device", args[1] if len(args) > 1 else None)
