@@ -114,7 +114,7 @@ def test_a_waiver_is_said_in_the_open(root: Path, tmp_path: Path) -> None:
 MENDABLE = {
     "unknown backend": (("nobody",), "no installed distribution announces a backend 'nobody'"),
     "absent device": (("right", "--device", "cuda:63"), "device 'cuda:63' is not in this machine"),
-    "undeclared device": (("right", "--device", "xpu"), "does not run on 'xpu'"),
+    "undeclared device": (("right", "--device", "xpu"), "does not run on 'xpu'; allowed: cpu"),
     "no device": (("right", "--device", "teapot!"), "names no device"),
     "unknown profile": (("right", "--profile", "slow"), "profile 'slow' is not known; allowed: quick, gpu, full"),
     "impossible shard": (("right", "--shard", "4/3"), "shard '4/3'"),

@@ -22,7 +22,7 @@ def find(name: str, device: str | None) -> Subject:
     facts = describe_device(chosen)
     if facts.type not in spec.device_types:
         raise ConfigError(
-            f"backend {name!r} does not run on {chosen!r}",
+            f"backend {name!r} does not run on {chosen!r}; allowed: {', '.join(sorted(spec.device_types))}",
             key="device",
             value=chosen,
             allowed=", ".join(sorted(spec.device_types)),
