@@ -122,8 +122,8 @@ def _identities(plan: Plan) -> Iterator[Case]:
             fields = {"queries": (3, 20, 3, 20, 3), "prefix": (5, 28, 8, 33, 60)}
             yield plan.case("C", "interleaved", ForwardMode.EXTEND, layer, **fields)
             for page in plan.pages[:2]:
-                fields = {"queries": (3, 20, 3, 20, 3), "prefix": (5, 33, 8, 33, 60), "page": page}
-                yield plan.case("C", "interleaved", ForwardMode.EXTEND, layer, **fields)
+                fields = {"queries": (3, 20, 3, 20, 3), "prefix": (5, 33, 8, 33, 60)}
+                yield plan.case("C", "interleaved", ForwardMode.EXTEND, layer, page=page, **fields)
         if ForwardMode.MIXED in plan.modes and ForwardMode.DECODE in plan.modes:
             yield plan.case("C", "mixed_parts", ForwardMode.MIXED, layer)
         if ForwardMode.SPLIT_PREFILL in plan.modes:
