@@ -94,8 +94,9 @@ class GraphRunner:
             reasons.append(f"{batch.batch_size} requests; the largest bucket is {self.buckets[-1]}")
         if batch.encoder_out_cache_loc is not None:
             reasons.append("encoder rows are written in this step; a graph's encoder keys are reused")
-        if batch.spec_info is not None and batch.spec_info.mask_row:
-            reasons.append(f"a part of a batch, from row {batch.spec_info.mask_row} of its mask; a graph starts at 0")
+        info = batch.spec_info
+        if info is not None and info.mask is not None and info.mask_row:
+            reasons.append(f"a part of a batch, from row {info.mask_row} of its mask; a graph starts at 0")
         if batch.uses_graph_buffers:
             reasons.append("the batch is a graph's own view already")
         if mode.is_target_verify and batch.extend_seq_lens_cpu and not self._backend.supports_ragged_verify_graph:
