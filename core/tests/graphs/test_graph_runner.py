@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from attnplug.graphs.inputs import Rows
 from attnplug.graphs.options import EVERY_REPLAY, GraphOptions
 from attnplug.graphs.overlap import ReadEndFence
 from attnplug.graphs.state import ensure_graph_state
+from attnplug.masks.verify import TreeMaskMode, VerifyMask
 from attnplug.modes import ForwardMode, GraphLevel, SharedReadEnds
 from attnplug.wrappers.hybrid import HybridAttnBackend
 from attnplug.wrappers.two_batch import TwoBatchOverlapBackend
@@ -184,12 +186,18 @@ def test_ragged_verify_needs_a_backend_that_supports_it() -> None:
     assert graphs.can_run(short) == []
 
 
-def test_a_part_of_a_verify_batch_stays_eager() -> None:
+def test_a_part_of_a_tree_verify_batch_stays_eager_and_one_of_a_chain_does_not() -> None:
     world = GraphWorld()
     graphs = runner(world, TableBackend(world.env), width=3)
     _, batch = world.step(VERIFY, [7, 9], [3, 3])
     assert graphs.can_run(batch) == []
-    assert "from row 1 of its mask" in graphs.can_run(batch.slice(1, 2))[0]
+    assert graphs.can_run(batch.slice(1, 2)) == []
+    mask = VerifyMask.allocate(
+        TreeMaskMode.QLEN_ONLY, max_bs=2, draft_token_num=3, max_context_len=16, device=torch.device("cpu")
+    )
+    tree = batch.replace(spec_info=replace(batch.spec_info, mask=mask))
+    assert graphs.can_run(tree) == []
+    assert "from row 1 of its mask" in graphs.can_run(tree.slice(1, 2))[0]
 
 
 def test_inputs_that_differ_from_the_capture_s_are_refused_by_name() -> None:
