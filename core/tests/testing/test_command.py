@@ -90,6 +90,14 @@ def test_a_report_is_gone_on_with_and_another_runs_is_refused(root: Path, tmp_pa
     again = json.loads(path.read_text())
     assert [one["case"] for one in again["results"]] == [one["case"] for one in whole["results"]]
     assert again["results"][0]["message"] == "from the earlier run"
+    # Another axis joins the file; nothing that was found is lost.
+    assert conformance(root, tmp_path, "right", "--axes", "J", "--report", str(path))[0] == 0
+    both = {one["case"] for one in json.loads(path.read_text())["results"]}
+    assert both > {one["case"] for one in whole["results"]}
+    assert {case[0] for case in both} == {"L", "J"}
+    code, _, err = conformance(root, tmp_path, "right", "--axes", "L", "--report", str(path), "--waive", "L:*=because")
+    assert code == 2
+    assert "holds another run: waivers" in err
     code, _, err = conformance(root, tmp_path, "short", "--axes", "L", "--report", str(path))
     assert code == 2
     assert "holds another run: backend: right, now short" in err

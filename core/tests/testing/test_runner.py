@@ -128,6 +128,17 @@ def test_a_proven_case_says_who_served_it() -> None:
     assert (result.status, result.served_by) == (Status.PROVEN, "dense")
 
 
+class Greedy(DenseBackend):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 TiB.")
+
+
+def test_running_out_of_device_memory_is_a_failure_and_no_way_round_a_case() -> None:
+    result = judge("A:causal:decode:q=1x2:p=9,4:float32:4/2x64:page=16", Greedy)
+    assert (result.status, result.fault) == (Status.FAILED, "takes more memory than its case has")
+    assert "Tried to allocate 9 TiB" in result.message
+
+
 class ShortWindow(DenseBackend):
     def window(self, q_pos: Any, k_pos: Any, size: int, *, causal: bool) -> Any:
         return super().window(q_pos, k_pos, size - 1, causal=causal)

@@ -47,7 +47,8 @@ def find(name: str, device: str | None) -> Subject:
         return manager.create_backend(Role.PREFILL, loaded.name, env)
 
     index = "" if facts.index is None else f":{facts.index}"
-    return Subject(loaded.name, spec, make, torch.device(facts.type + index), installed=True)
+    where, made_by = torch.device(facts.type + index), loaded.entry.dist
+    return Subject(loaded.name, spec, make, where, installed=True, versions={made_by.name: made_by.version})
 
 
 def _first_device(types: frozenset[str]) -> str:

@@ -85,7 +85,9 @@ class _Progress:
 
     def save(self) -> Report:
         assert self.report is not None
-        self.report.results = [self.done[case] for case in self.claims if case in self.done]
+        # What an earlier run of other axes found stays in the file.
+        order = dict.fromkeys([*self.claims, *self.done])
+        self.report.results = [self.done[case] for case in order if case in self.done]
         if self.report_path is not None:
             self.report.save(self.report_path)
         return self.report
@@ -140,7 +142,7 @@ def check_same_run(found: Report, path: Path | None) -> None:
     if path is None or not path.exists():
         return
     earlier = Report.load(path)
-    names = ("backend", "device", "profile", "shard", "spec", "versions")
+    names = ("backend", "device", "profile", "shard", "spec", "versions", "waivers")
     other = [name for name in names if getattr(earlier, name) != getattr(found, name)]
     if other:
         words = "; ".join(
@@ -149,7 +151,7 @@ def check_same_run(found: Report, path: Path | None) -> None:
         raise ConfigError(
             f"{path} holds another run: {words}",
             source=str(path),
-            allowed="a report of the same backend, device, profile, shard, declaration and versions",
+            allowed="a report of the same backend, device, profile, shard, declaration, versions and waivers",
             remedy="give another file, or delete this one to run everything again",
         )
 

@@ -58,7 +58,9 @@ def run_case(subject: Subject, case: Case, *, waivers: Mapping[str, str] | None 
     except BackendRejected as error:
         status, message, fault = Status.FAILED, f"declared, and refused: {error}", "refuses what it declares"
     except torch.cuda.OutOfMemoryError as error:
-        status, message = Status.NOT_RUN, f"the device has too little memory: {str(error).splitlines()[0]}"
+        # A case that needs much memory asks for it first and says NotRun; any other fits a small part of a device.
+        status, fault = Status.FAILED, "takes more memory than its case has"
+        message = f"the backend ran out of device memory: {str(error).splitlines()[0]}"
     # The subject is foreign code, and its failure is this case's result.
     except Exception as error:
         status, message, fault = Status.FAILED, _raised(error), _fault_of(error)
@@ -131,7 +133,7 @@ def new_report(plan: Plan, *, shard: str = "1/1", waivers: Mapping[str, str] | N
         profile=plan.profile.name.lower(),
         shard=shard,
         spec=spec_as_dict(subject.spec),
-        versions=versions(),
+        versions={**versions(), **plan.subject.versions},
         waivers=dict(waivers or {}),
     )
 

@@ -75,6 +75,7 @@ class Session:
 
     def save(self) -> None:
         """Write the report, where one is asked for."""
-        self.report.results = [self._done[case.id] for case in self.cases if case.id in self._done]
+        order = dict.fromkeys([*(case.id for case in self.cases), *self._done])
+        self.report.results = [self._done[case] for case in order if case in self._done]
         if self._path is not None:
             self.report.save(self._path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class Subject:
         factory: Makes one; called once for each case and wrapper child.
         device: Where it runs.
         installed: Whether the name is announced by an installed distribution.
+        versions: The distribution that brings it, with its version: another's results are not gone on with.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Subject:
     factory: BackendFactory
     device: torch.device
     installed: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def find(cls, name: str, device: str | None = None) -> Subject:
