@@ -206,6 +206,20 @@ class TooEarlyReadEnd(TableBackend):
         return self.env.req_to_token[batch.req_pool_indices]
 
 
+class GroupsShareBuffers(TableBackend):
+    """Leaves out of a window group's table what is before its window, and keeps all groups in the first one's set."""
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        groups = self.env.model_spec.groups
+        self.forward_metadata = {}
+        for group in groups:
+            made = self.build(self.graph_buffers.of(batch, groups[0]), batch)
+            if group.sliding_window_size >= 0:
+                first = made.lens - batch.query_lens() - group.sliding_window_size
+                made.slots.masked_fill_(torch.arange(self.width, device=self.env.device) < first[:, None], 0)
+            self.forward_metadata[group] = made
+
+
 class HostValueInGlue(TableBackend):
     """Says that its preparation can be captured, and counts steps on the host in it."""
 

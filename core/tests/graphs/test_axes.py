@@ -12,6 +12,7 @@ from attnplug.testing.runner import run_suite
 
 from .table_backend import (
     SPEC,
+    GroupsShareBuffers,
     InGraphTable,
     ItemInGraph,
     PaddingNotReset,
@@ -33,7 +34,7 @@ def test_a_right_backend_is_proven_in_both_axes(backend: type[AttentionBackend])
     report = run(backend, ("D", "E"))
     assert [(result.case, result.message) for result in report.failures] == []
     checks = {result.case.split(":")[1] for result in report.results}
-    assert checks == {"replay", "recapture", "glue", "eager_read_end", "graph_read_end", "back_to_back"}
+    assert checks == {"replay", "groups", "recapture", "glue", "eager_read_end", "graph_read_end", "back_to_back"}
     modes = {result.case.split(":")[2] for result in report.results if result.status is Status.PROVEN}
     assert {"decode", "target_verify", "extend"} <= modes
 
@@ -42,6 +43,7 @@ BROKEN = {
     ItemInGraph: ("D", "synchronises or depends on data in the graph", "item() in a captured region"),
     RebuiltAtReplay: ("D", "metadata moved between capture and replay", ".slots: captured at"),
     TableNotRefreshed: ("D", "metadata not refreshed: slots", "differs from an eager step's in table.forward_metadata"),
+    GroupsShareBuffers: ("D", "layer groups share a graph buffer: slots", "written later, and an eager step keeps"),
     PaddingNotReset: ("D", "padding rows not reset", "padding requests"),
     StaleWritesAtCapture: ("D", "stale write slots at capture", "slots other than the sink's"),
     TooEarlyReadEnd: ("E", "reads shared tensors after PRE_REPLAY", "overwritten at PRE_REPLAY"),

@@ -138,21 +138,42 @@ class GraphBench(Bench):
         assert bucket is not None, "a case has no more requests than the largest bucket"
         return self.pad(step, bucket - step.batch.batch_size)
 
-    def check_metadata(self, step: Step) -> list[str]:
-        """Return the fields of the current metadata whose values are not those of an eager step."""
-        now = {path: t.clone() for path, t in metadata_tensors(self.backend).items()}
+    def _unlike_eager(self, step: Step) -> tuple[list[str], list[str]]:
+        """Return the fields that differ from an eager step's, and those of them that share their memory with another.
+
+        Layer groups may share what an eager step shares too; what only the replay shares was overwritten.
+        """
+        now = metadata_tensors(self.backend)
+        places = {path: t.data_ptr() for path, t in now.items() if t.numel()}
+        now = {path: t.clone() for path, t in now.items()}
         with forward_context(ForwardContext(self.backend, batch=step.batch)):
             self.backend.init_forward_metadata(step.batch)
         self.synchronise()
         eager = metadata_tensors(self.backend)
-        return [
+        differing = [
             path
             for path, t in now.items()
             if path in eager and eager[path].shape == t.shape and not _same(eager[path], t)
         ]
+        shared = [
+            path
+            for path in differing
+            if any(
+                place == places.get(path) and other in eager and eager[other].data_ptr() != eager[path].data_ptr()
+                for other, place in places.items()
+                if other != path
+            )
+        ]
+        return differing, shared
 
     def _stale(self, step: Step, failure: Failure) -> Failure:
-        fields = self.check_metadata(step)
+        fields, shared = self._unlike_eager(step)
+        if shared and len(self.world.layers) > 1:
+            return Failure(
+                f"{failure}; the replay keeps {', '.join(shared)} where it keeps another layer group's, which was "
+                "written later, and an eager step keeps them apart",
+                fault=f"layer groups share a graph buffer: {shared[0].rpartition('.')[2]}",
+            )
         if not fields:
             return self._beside_eager(step, failure)
         return Failure(

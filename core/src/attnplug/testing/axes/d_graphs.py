@@ -120,11 +120,13 @@ def graph_kinds(plan: Plan) -> Iterator[tuple[ForwardMode, int]]:
         yield ForwardMode.TARGET_VERIFY, VERIFY_WIDTH
 
 
-def graph_case(plan: Plan, axis: str, check: str, mode: ForwardMode, width: int, layer: LayerCase, **more: str) -> Case:
+def graph_case(
+    plan: Plan, axis: str, check: str, mode: ForwardMode, width: int, *layers: LayerCase, **more: str
+) -> Case:
     """Return a case of four requests with room for every round."""
     room = 5 * len(ROUNDS) if mode.is_extend else width * len(ROUNDS)
     arg = str(width) if width > 1 else ""
-    return plan.case(axis, check, mode, layer, queries=(room,) * 4, prefix=_PREFIX, arg=arg, **more)
+    return plan.case(axis, check, mode, layers=layers, queries=(room,) * 4, prefix=_PREFIX, arg=arg, **more)
 
 
 def _cases(plan: Plan) -> Iterator[Case]:
@@ -142,6 +144,11 @@ def _cases(plan: Plan) -> Iterator[Case]:
         yield graph_case(plan, "D", "glue", mode, width, layers[0])
         for wrap in WRAPPERS:
             yield graph_case(plan, "D", "replay", mode, width, layers[0], wrap=wrap)
+        if plan.has(Feature.SLIDING_WINDOW):
+            # What is written last into a shared buffer is right for its own group: either may be the last.
+            pair = (plan.layer(), plan.layer(window=9))
+            for both in (pair, pair[::-1]):
+                yield graph_case(plan, "D", "groups", mode, width, *both)
     if ForwardMode.EXTEND in plan.modes:
         for layer in layers:
             yield graph_case(plan, "D", "replay", ForwardMode.EXTEND, 1, layer)
@@ -154,6 +161,7 @@ AXIS = Axis(
     _cases,
     {
         "replay": Check("a replay gives what an eager step gives, and writes what it writes", replay),
+        "groups": Check("layer groups that differ in window keep their metadata apart in a replay", replay),
         "recapture": Check("a capture after steps were served writes only the sink", recapture),
         "glue": Check("captured metadata preparation gives what eager preparation gives", glue),
     },
