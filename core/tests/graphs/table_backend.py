@@ -14,6 +14,7 @@ from attnplug.batch import ForwardBatch
 from attnplug.graphs.metadata_buffers import BufferSet, BufferSpec, GraphBufferSets
 from attnplug.kv.write_loc import KVWriteLoc
 from attnplug.layer import AttentionLayer
+from attnplug.masks.verify import TreeMaskMode, VerifyMask
 from attnplug.modes import ForwardMode, GraphLevel, SharedReadEnds
 from attnplug.spec import BackendSpec, Feature
 
@@ -28,6 +29,7 @@ SPEC = BackendSpec(
     graph_level=GraphLevel.UNIFORM,
     needs_cpu_seq_lens=False,
 )
+TREE_SPEC = SPEC.replace(features=frozenset({Feature.HETEROGENEOUS_LAYERS, Feature.CUSTOM_MASK}))
 
 
 @dataclass(slots=True)
@@ -40,6 +42,14 @@ class TableMetadata:
     """[B] int64: readable positions."""
     row_of: Tensor
     """[T] int64: the request of each query."""
+
+
+@dataclass(slots=True)
+class TreeMetadata(TableMetadata):
+    """A tree's step."""
+
+    seen: Tensor
+    """[T, S] bool: what each query's mask shows it."""
 
 
 class TableBackend(AttentionBackend):
@@ -99,7 +109,7 @@ class TableBackend(AttentionBackend):
         slots = self.slots(step, batch).long()
         keys, values = self.env.kv_pool.get_kv_buffer(layer.layer_id)
         at = torch.arange(self.width, device=q.device)
-        seen = (at < step.lens[step.row_of][:, None]) & (at <= batch.positions[:, None])
+        seen = self.visible(step, batch, at)
         if layer.sliding_window_size >= 0:
             seen = seen & (at >= batch.positions[:, None] - layer.sliding_window_size)
         # A table's entries beyond a length may be anything, and so may what they would name.
@@ -112,6 +122,10 @@ class TableBackend(AttentionBackend):
         return AttentionOutput(torch.einsum("ths,tshd->thd", weights, value))
 
     forward_extend = forward_decode
+
+    def visible(self, step: TableMetadata, batch: ForwardBatch, at: Tensor) -> Tensor:
+        """Return which of the positions ``at`` each query sees, windows apart."""
+        return (at < step.lens[step.row_of][:, None]) & (at <= batch.positions[:, None])
 
     def write(self, k: Tensor, v: Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
         self.env.kv_pool.set_kv_buffer(layer, KVWriteLoc.for_layer(batch, layer), k, v)
@@ -218,6 +232,57 @@ class GroupsShareBuffers(TableBackend):
                 first = made.lens - batch.query_lens() - group.sliding_window_size
                 made.slots.masked_fill_(torch.arange(self.width, device=self.env.device) < first[:, None], 0)
             self.forward_metadata[group] = made
+
+
+class TreeTable(TableBackend):
+    """Verifies trees: what each query sees by the mask is made with the table."""
+
+    def __init__(self, env: BackendEnv, spec: BackendSpec = TREE_SPEC) -> None:
+        super().__init__(env, spec)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        self.seen = GraphBufferSets(self.env.device)
+        specs = {"seen": BufferSpec((max_num_tokens, self.width), torch.bool)}
+        self.seen.reserve(self.env.model_spec.groups, specs, owner=self.name)
+
+    def build(self, buffers: BufferSet, batch: ForwardBatch) -> TableMetadata:
+        made = super().build(buffers, batch)
+        info = batch.spec_info
+        if info is None or info.mask is None:
+            return made
+        group, shape = self.env.model_spec.groups[0], (batch.num_tokens, self.width)
+        sets = self.seen if batch.uses_graph_buffers else GraphBufferSets(self.env.device)
+        tree = TreeMetadata(made.slots, made.lens, made.row_of, sets.of(batch, group).take("seen", shape, torch.bool))
+        self.fill_tree(tree, info.mask, batch)
+        return tree
+
+    def fill_tree(self, made: TreeMetadata, mask: VerifyMask, batch: ForwardBatch) -> None:
+        width, cached = mask.draft_token_num, batch.seq_lens[made.row_of][:, None]
+        at = torch.arange(self.width, device=self.env.device)
+        draft = (torch.arange(batch.num_tokens, device=self.env.device) % width)[:, None]
+        full = mask.mode is TreeMaskMode.FULL_MASK
+        columns, column = (cached + width, at) if full else (width, at - cached)
+        cell = mask.indptr(batch.seq_lens)[made.row_of][:, None] + draft * columns + column
+        seen = mask.buffer[cell.clamp(0, mask.buffer.numel() - 1)]
+        made.seen.copy_(seen if full else seen | (at < cached))
+
+    def visible(self, step: TableMetadata, batch: ForwardBatch, at: Tensor) -> Tensor:
+        if isinstance(step, TreeMetadata):
+            return step.seen & (at < step.lens[step.row_of][:, None])
+        return super().visible(step, batch, at)
+
+
+class TreeOfTheCapture(TreeTable):
+    """Reads the mask when a size is captured, and in no replay."""
+
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        self.reads_mask = in_capture or not batch.uses_graph_buffers
+        super().init_forward_metadata_out_graph(batch, in_capture)
+
+    def fill_tree(self, made: TreeMetadata, mask: VerifyMask, batch: ForwardBatch) -> None:
+        if self.reads_mask:
+            super().fill_tree(made, mask, batch)
 
 
 class HostValueInGlue(TableBackend):

@@ -12,6 +12,7 @@ from attnplug.testing.runner import run_suite
 
 from .table_backend import (
     SPEC,
+    TREE_SPEC,
     GroupsShareBuffers,
     InGraphTable,
     ItemInGraph,
@@ -21,11 +22,14 @@ from .table_backend import (
     TableBackend,
     TableNotRefreshed,
     TooEarlyReadEnd,
+    TreeOfTheCapture,
+    TreeTable,
 )
 
 
 def run(backend: type[AttentionBackend], axes: tuple[str, ...], **options: Any) -> Report:
-    spec = SPEC.replace(dtypes=frozenset({"float32"}), kv_dtypes=frozenset({"float32"}))
+    declared = TREE_SPEC if issubclass(backend, TreeTable) else SPEC
+    spec = declared.replace(dtypes=frozenset({"float32"}), kv_dtypes=frozenset({"float32"}))
     return run_suite(backend, spec, axes=axes, **options)
 
 
@@ -39,6 +43,13 @@ def test_a_right_backend_is_proven_in_both_axes(backend: type[AttentionBackend])
     assert {"decode", "target_verify", "extend"} <= modes
 
 
+def test_a_backend_that_reads_its_mask_anew_is_proven_with_trees() -> None:
+    report = run(TreeTable, ("D",))
+    assert [(result.case, result.message) for result in report.failures] == []
+    trees = [result.case for result in report.results if result.case.startswith("D:tree:")]
+    assert {mask for mask in ("qlen", "full") for case in trees if f"mask={mask}" in case} == {"qlen", "full"}
+
+
 BROKEN = {
     ItemInGraph: ("D", "synchronises or depends on data in the graph", "item() in a captured region"),
     RebuiltAtReplay: ("D", "metadata moved between capture and replay", ".slots: captured at"),
@@ -46,6 +57,7 @@ BROKEN = {
     GroupsShareBuffers: ("D", "layer groups share a graph buffer: slots", "written later, and an eager step keeps"),
     PaddingNotReset: ("D", "padding rows not reset", "padding requests"),
     StaleWritesAtCapture: ("D", "stale write slots at capture", "slots other than the sink's"),
+    TreeOfTheCapture: ("D", "metadata not refreshed: seen", "differs from an eager step's in table.forward_metadata"),
     TooEarlyReadEnd: ("E", "reads shared tensors after PRE_REPLAY", "overwritten at PRE_REPLAY"),
 }
 

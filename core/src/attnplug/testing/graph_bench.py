@@ -17,12 +17,14 @@ from ..graphs.full import GraphRunner
 from ..graphs.options import EVERY_REPLAY, GraphOptions
 from ..graphs.overlap import ReadEndFence
 from ..graphs.pointers import metadata_tensors
+from ..masks.verify import TreeMaskMode, VerifyMask
 from .bench import Bench
 from .case import Case
 from .monitor import PoolWatch, same_bytes, take
 from .results import Failure
-from .step import Step, layer_inputs
+from .step import Span, Step, layer_inputs
 from .subject import Subject
+from .trees import draw_trees
 
 BUCKETS = (1, 2, 4)
 PIECES = (8, 32)
@@ -40,6 +42,8 @@ class GraphBench(Bench):
     def __init__(self, subject: Subject, case: Case, *, fence: ReadEndFence | None = None) -> None:
         super().__init__(subject, case)
         self.fence = fence
+        self._mask: VerifyMask | None = None
+        self._trees_drawn = 0
         self.runner = self.new_runner()
 
     def new_runner(self, **options: Any) -> GraphRunner | BreakableGraphRunner:
@@ -84,6 +88,31 @@ class GraphBench(Bench):
             assert one.v is not None
             named |= {f"q{i}": one.q, f"k{i}": one.k, f"v{i}": one.v}
         return named
+
+    def tree(self, spans: Sequence[Span]) -> dict[str, Any]:
+        """Return what ``step`` takes for a tree over these spans: new trees at each call, in one mask for all."""
+        width, device = step_width(self.case), self.world.device
+        if self._mask is None:
+            full = self.case.mask == "full"
+            offered = self.backend.verify_mask
+            if offered is not None and offered.draft_token_num == width and offered.fits(max(BUCKETS)):
+                self._mask = offered
+            else:
+                self._mask = VerifyMask.allocate(
+                    TreeMaskMode.FULL_MASK if full else TreeMaskMode.QLEN_ONLY,
+                    max_bs=max(BUCKETS),
+                    draft_token_num=width,
+                    max_context_len=self.world.env.limits.max_context_len,
+                    device=device,
+                )
+        self._trees_drawn += 1
+        drawn = self.case.replace(
+            queries=(width,) * len(spans),
+            prefix=tuple(span.start for span in spans),
+            seed=self.case.seed + self._trees_drawn,
+        )
+        trees, parents = draw_trees(drawn, device)
+        return {"mask": self._mask, "trees": trees, "parents": parents}
 
     def capture(self, step: Step) -> None:
         """Capture a step's kind; only the sink may be written meanwhile, and the subject must serve it."""

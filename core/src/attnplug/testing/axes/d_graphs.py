@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ...errors import ContractViolation
 from ...modes import ForwardMode, GraphLevel
@@ -18,6 +19,7 @@ from .axis import Axis, Check, Outcome
 ROUNDS = ((0, 1, 2, 3), (1, 3), (3, 2, 1, 0), (2,), (0, 2, 3), (1, 0, 3, 2))
 """Requests of each step: smaller after larger, other orders, sizes that are padded and sizes that are not."""
 VERIFY_WIDTH = 3
+TREE_WIDTH = 4
 _PREFIX = (0, 7, 30, 70)
 
 
@@ -29,7 +31,8 @@ def spread(bench: GraphBench) -> Iterator[Step]:
         spans = tuple(Span(b, at[b], at[b] + width) for b in requests)
         for b in requests:
             at[b] += width
-        yield bench.step(mode=bench.case.mode, spans=spans)
+        # A tree is filled in as its step is made, and each step is made when the one before was replayed.
+        yield bench.step(mode=bench.case.mode, spans=spans, **(bench.tree(spans) if bench.case.mask else {}))
 
 
 def chunks(bench: GraphBench) -> Iterator[Step]:
@@ -121,7 +124,7 @@ def graph_kinds(plan: Plan) -> Iterator[tuple[ForwardMode, int]]:
 
 
 def graph_case(
-    plan: Plan, axis: str, check: str, mode: ForwardMode, width: int, *layers: LayerCase, **more: str
+    plan: Plan, axis: str, check: str, mode: ForwardMode, width: int, *layers: LayerCase, **more: Any
 ) -> Case:
     """Return a case of four requests with room for every round."""
     room = 5 * len(ROUNDS) if mode.is_extend else width * len(ROUNDS)
@@ -149,10 +152,18 @@ def _cases(plan: Plan) -> Iterator[Case]:
             pair = (plan.layer(), plan.layer(window=9))
             for both in (pair, pair[::-1]):
                 yield graph_case(plan, "D", "groups", mode, width, *both)
+    yield from _tree_cases(plan)
     if ForwardMode.EXTEND in plan.modes:
         for layer in layers:
             yield graph_case(plan, "D", "replay", ForwardMode.EXTEND, 1, layer)
         yield graph_case(plan, "D", "replay", ForwardMode.EXTEND, 1, layers[0], wrap="two_batch")
+
+
+def _tree_cases(plan: Plan) -> Iterator[Case]:
+    verify = ForwardMode.TARGET_VERIFY
+    if verify in plan.modes and plan.has(Feature.CUSTOM_MASK) and plan.spec.graph_level >= GraphLevel.UNIFORM:
+        for mask in ("qlen", "full"):
+            yield graph_case(plan, "D", "tree", verify, TREE_WIDTH, plan.layer(), mask=mask)
 
 
 AXIS = Axis(
@@ -162,6 +173,7 @@ AXIS = Axis(
     {
         "replay": Check("a replay gives what an eager step gives, and writes what it writes", replay),
         "groups": Check("layer groups that differ in window keep their metadata apart in a replay", replay),
+        "tree": Check("each replay verifies the tree that its mask holds then", replay),
         "recapture": Check("a capture after steps were served writes only the sink", recapture),
         "glue": Check("captured metadata preparation gives what eager preparation gives", glue),
     },
