@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from attnplug.modes import SharedReadEnds
@@ -36,6 +38,17 @@ class BakesTheFirstStepIn(Native):
 class AllocatesMetadataEachReplay(Native):
     def init_forward_metadata_out_graph(self, batch, in_capture=False):
         super().init_forward_metadata_out_graph(batch.replace(uses_graph_buffers=False), in_capture)
+
+
+@of_native("replay differs from eager|metadata not refreshed", "D:tree:target_verify:*")
+class KeepsTheMaskOfTheCapture(Native):
+    def init_forward_metadata_out_graph(self, batch, in_capture=False):
+        info = batch.spec_info
+        if batch.uses_graph_buffers and info is not None and info.mask is not None:
+            if in_capture:
+                self.cells = info.mask.buffer.clone()
+            batch = batch.replace(spec_info=replace(info, mask=replace(info.mask, buffer=self.cells)))
+        super().init_forward_metadata_out_graph(batch, in_capture)
 
 
 @of_native("reads shared tensors after PRE_REPLAY", "E:graph_read_end:decode:*")
