@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import transformers
-from graph_ways import CONTEXT, PROMPT, Run, Way, ways
+from _graph_ways import CONTEXT, PROMPT, Run, Way, ways
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
