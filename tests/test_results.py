@@ -67,3 +67,11 @@ def test_a_result_says_of_which_revision_and_where_it_was_measured(path: Path) -
     assert result.get("revision") or all(run["revision"] for run in result["runs"]), "no revision"
     assert any(result.get(key) for key in ("machine", "card", "device")), "no machine"
     assert result.get("versions") or result.get("torch"), "no versions"
+
+
+def test_the_counts_of_mutants_are_those_of_the_whole_run() -> None:
+    found = read("torch_native_mutations.json")
+    assert found["survived"] == found["listed_as_equivalent_and_caught"] == []
+    assert found["mutants"] == found["killed"] + found["equivalent"]
+    text = " ".join((ROOT / "docs/conformance.md").read_text(encoding="utf-8").split())
+    assert f"none of {found['mutants']} changes survived; {found['killed']} were caught, and {found['equivalent']} are" in text

@@ -69,7 +69,8 @@ class Mutant:
 
 def mutants(module: str, source: str) -> Iterator[Mutant]:
     """Yield every mutant of a module, in the order of its lines; equal changes of a scope are numbered."""
-    tree, seen = ast.parse(source), {}
+    tree = ast.parse(source)
+    seen: dict[tuple[str, str], int] = {}
     for path, scope, node in _sites(tree):
         for new in _changes(node):
             old = ast.unparse(node).splitlines()[0]
@@ -83,8 +84,8 @@ def mutants(module: str, source: str) -> Iterator[Mutant]:
 Path = tuple[tuple[str, int | None], ...]
 
 
-def _sites(tree: ast.Module) -> Iterator[tuple[Path, str, ast.AST]]:
-    def walk(node: ast.AST, path: Path, scope: str) -> Iterator[tuple[Path, str, ast.AST]]:
+def _sites(tree: ast.Module) -> Iterator[tuple[Path, str, ast.expr | ast.stmt]]:
+    def walk(node: ast.AST, path: Path, scope: str) -> Iterator[tuple[Path, str, ast.expr | ast.stmt]]:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             scope = f"{scope}.{node.name}".lstrip(".")
         for name, value in ast.iter_fields(node):

@@ -46,6 +46,8 @@ PATTERNS = (
     "D:replay:target_verify:*:4/2x64:page=16:arg=3",
     "D:replay:target_verify:*,w9:page=16:arg=3",
     "D:glue:*",
+    "D:tree:*",
+    "D:groups:decode:*",
     "D:replay:decode:*,s:page=16",
     "E:graph_read_end:decode:*",
     "E:eager_read_end:*",
