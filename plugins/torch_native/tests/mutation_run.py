@@ -6,6 +6,8 @@ import argparse
 import hashlib
 import json
 import multiprocessing
+import platform
+import subprocess
 import sys
 import time
 import zlib
@@ -93,7 +95,9 @@ def as_report(every: list[Mutant], outcome: Outcome, seconds: float) -> dict[str
     axes = Counter(v.killed_by.removeprefix("tight ").partition(":")[0] for v in killed)
     return {
         "what": "mutants of torch_native, tried by cases of the conformance suite on a CPU",
-        "torch": torch.__version__,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "machine": platform.platform(),
+        "revision": _revision(),
         "mutants": len(every),
         "killed": len(killed),
         "equivalent": len(equivalent),
@@ -127,6 +131,11 @@ def in_parts(every: list[Mutant], jobs: int) -> tuple[Outcome, float]:
         for all_of, some in zip(whole, outcome, strict=True):
             all_of.extend(some)
     return whole, seconds
+
+
+def _revision() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 
 
 def main() -> None:
