@@ -74,4 +74,7 @@ def test_the_counts_of_mutants_are_those_of_the_whole_run() -> None:
     assert found["survived"] == found["listed_as_equivalent_and_caught"] == []
     assert found["mutants"] == found["killed"] + found["equivalent"]
     text = " ".join((ROOT / "docs/conformance.md").read_text(encoding="utf-8").split())
-    assert f"none of {found['mutants']} changes survived; {found['killed']} were caught, and {found['equivalent']} are" in text
+    assert (
+        f"none of {found['mutants']} changes survived; {found['killed']} were caught, and {found['equivalent']} are"
+        in text
+    )
