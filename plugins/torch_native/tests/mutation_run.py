@@ -138,18 +138,6 @@ def _revision() -> str:
     return subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 
 
-def _revision() -> str:
-    """Return the commit, with a plus where the working tree differs from it."""
-    told = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return told.stdout.strip() or "unknown"
-
-
 def main() -> None:
     """Try every mutant, or one in SAMPLE, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
