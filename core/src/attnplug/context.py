@@ -20,8 +20,6 @@ class ForwardContext:
     """What layers read during one forward; ``dataclasses.replace`` it for a sub-batch, stream or draft loop."""
 
     attn_backend: AttentionBackend
-    stream_group: int = 0
-    """Which decode instance of a multiplexed deployment serves this forward."""
     batch: ForwardBatch | None = None
     """The step that runs: a compiled model's layers read it here, since a compiled graph passes tensors only."""
 
